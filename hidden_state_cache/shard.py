@@ -1,0 +1,138 @@
+"""The layout of one shard: many samples, concatenated, in one safetensors file.
+
+Tensors: `features` [T, W], `scales` [T, L] (int8 and fp8 only), `input_ids` int32 [T], `loss_mask`
+uint8 [T], `offsets` int64 [S + 1] (where each sample starts and ends); ids and categories are JSON
+in the file's metadata. Concatenation keeps a sample one contiguous slice and a header small however
+many samples there are. safetensors maps a file's tensors without reading them: opening costs the
+header, a sample costs its pages.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+from torch import Tensor
+
+from hidden_state_cache.codec import TORCH_DTYPES, RowDtype, decode, encode, finite_rows
+from hidden_state_cache.manifest import Manifest, ShardInfo, StoreError
+
+
+@dataclass(frozen=True)
+class StoredSample:
+    """One sample of a store: its tokens and their features."""
+
+    id: str
+    category: str
+    input_ids: Tensor  # [T] int64
+    loss_mask: Tensor  # [T] bool
+    features: Tensor  # [T, W] any float dtype when written, float32 when read
+
+
+@dataclass(frozen=True)
+class Shard:
+    """An opened shard. Its tensors are private views of the mapped file: never written back."""
+
+    features: Tensor  # [T, W] as stored
+    scales: Tensor | None  # [T, L] float32
+    input_ids: Tensor  # [T] int32
+    loss_mask: Tensor  # [T] uint8
+    offsets: list[int]  # S + 1
+    ids: list[str]
+    categories: list[str]
+
+    def sample(self, index: int, widths: tuple[int, ...]) -> StoredSample:
+        """Read one sample; its tensors are copies and outlive the file."""
+        rows = slice(self.offsets[index], self.offsets[index + 1])
+        scales = None if self.scales is None else self.scales[rows]
+        return StoredSample(
+            id=self.ids[index],
+            category=self.categories[index],
+            input_ids=self.input_ids[rows].long(),
+            loss_mask=self.loss_mask[rows].bool(),
+            features=decode(self.features[rows], scales, widths),
+        )
+
+
+def open_shard(folder: Path, info: ShardInfo, manifest: Manifest) -> Shard:
+    """Map a shard: reads its header and offsets, no row.
+
+    Raises StoreError where the file is not what `info` and the manifest describe.
+    """
+    try:
+        opened: Any = safe_open(folder / info.file, framework="pt")  # its stub has no types
+        with opened as file:
+            shard = _map(file)
+    except (SafetensorError, OSError, KeyError, TypeError, ValueError) as error:
+        fault = f"damaged ({error}); delete it and capture again"
+        raise StoreError(f"{folder / info.file}: {fault}") from error
+    _require_shape(shard, info, manifest, folder)
+    return shard
+
+
+def _map(file: Any) -> Shard:
+    names = file.metadata()
+    return Shard(
+        features=file.get_tensor("features"),
+        scales=file.get_tensor("scales") if "scales" in file.keys() else None,
+        input_ids=file.get_tensor("input_ids"),
+        loss_mask=file.get_tensor("loss_mask"),
+        offsets=file.get_tensor("offsets").tolist(),
+        ids=json.loads(names["ids"]),
+        categories=json.loads(names["categories"]),
+    )
+
+
+def _require_shape(shard: Shard, info: ShardInfo, manifest: Manifest, folder: Path) -> None:
+    kind = TORCH_DTYPES[manifest.dtype]
+    wanted = (info.samples, info.tokens, sum(manifest.identity.widths), kind)
+    found = (len(shard.ids), *shard.features.shape, shard.features.dtype)
+    if found != wanted:
+        fault = f"samples, tokens, width, dtype are {found} in it but {wanted} in the manifest"
+        raise StoreError(f"{folder / info.file}: {fault}; capture again")
+
+
+def pack(samples: Sequence[StoredSample], dtype: RowDtype, widths: tuple[int, ...]) -> bytes:
+    """The bytes of a shard file. It costs memory of twice the shard's size.
+
+    Raises StoreError where a sample's shapes do not fit, or a row is not finite as stored.
+    """
+    encoded = [_encode(sample, dtype, widths) for sample in samples]
+    lengths = torch.tensor([0] + [rows.shape[0] for rows, _ in encoded])  # [S + 1]
+    tensors = {
+        "features": torch.cat([rows for rows, _ in encoded]),  # [T, W]
+        "input_ids": torch.cat([sample.input_ids.to("cpu", torch.int32) for sample in samples]),
+        "loss_mask": torch.cat([sample.loss_mask.to("cpu", torch.uint8) for sample in samples]),
+        "offsets": lengths.cumsum(0),
+    }
+    scales = [scale for _, scale in encoded if scale is not None]
+    if scales:
+        tensors["scales"] = torch.cat(scales)  # [T, L]
+    names = {"ids": [s.id for s in samples], "categories": [s.category for s in samples]}
+    return save(
+        tensors, {key: json.dumps(value, ensure_ascii=False) for key, value in names.items()}
+    )
+
+
+def _encode(
+    sample: StoredSample, dtype: RowDtype, widths: tuple[int, ...]
+) -> tuple[Tensor, Tensor | None]:
+    tokens = sample.input_ids.numel()
+    wanted = [(tokens,), (tokens,), (tokens, sum(widths))]
+    found = [tuple(x.shape) for x in (sample.input_ids, sample.loss_mask, sample.features)]
+    if found != wanted:
+        fault = f"input_ids, loss_mask, features have shapes {found}, not {wanted}"
+        raise StoreError(f"sample {sample.id!r}: {fault}; pass a row per token, taps side by side")
+    rows, scales = encode(sample.features, dtype, widths)
+    finite = finite_rows(rows, scales)
+    if not finite.all():
+        first = int((~finite).nonzero()[0])
+        fault = f"row {first} is not finite as {dtype}; check the target, or store bf16"
+        raise StoreError(f"sample {sample.id!r}: {fault}")
+    return rows, scales

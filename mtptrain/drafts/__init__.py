@@ -1,0 +1,1 @@
+"""Shelf: everything that proposes tokens, one file a mechanism."""

@@ -1,0 +1,129 @@
+"""The contract between a draft, the trainer that fits it and the runtime that serves it.
+
+A draft is built from a frozen config (`DraftConfig.build(target)`), trained through `unroll` on whole packed
+documents, and served through `refill` and `propose` on pages: one file does both, so what is trained is what
+is served. The frozen embedding and `lm_head` are read from the target and never saved. A draft that cannot
+be trained leaves `unroll` alone; one that keeps no pages leaves `refill` alone.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from mtptrain.attention_backends.base import AttentionBackend, ForwardContext
+from mtptrain.targets.base import Target
+from mtptrain.types import DraftBatch
+
+
+class Pages(Protocol):
+    """The draft's layers of the shared KV pool, for the sequences of one step."""
+
+    def context(self, first_rows: Sequence[int], lens: Sequence[int]) -> ForwardContext:
+        """A context for rows first..first + len - 1 of each sequence; what lies above is overwritten."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class TrueRows:
+    """Rows whose true target features are known, for B sequences packed one after another.
+
+    Row t of a sequence stands for token t: it holds the features of token t, and its next token
+    `token_ids[t + 1]` is known. After a verify pass these are the accepted rows; the last one drafts.
+    """
+
+    token_ids: tuple[list[int], ...]  # per sequence, every token so far
+    first_rows: tuple[int, ...]
+    lens: tuple[int, ...]
+    features: Tensor  # [T, W]
+    pages: Pages
+    memories: tuple[dict[str, Any], ...]  # per sequence, what the draft itself keeps between steps
+
+
+@dataclass(frozen=True, eq=False)
+class Drawn:
+    """Tokens drawn from a draft's logits, with the very distribution they were drawn from."""
+
+    token: Tensor  # [B] index into the draft vocabulary
+    probs: Tensor | None  # [B, Vd]; None: a point mass (greedy)
+
+
+Draw = Callable[[Tensor], Drawn]  # logits [B, Vd] -> Drawn
+
+
+@dataclass(frozen=True, eq=False)
+class Proposal:
+    """A chain for each of B sequences. `token_ids` may be ragged; an empty chain means no proposal."""
+
+    token_ids: tuple[tuple[int, ...], ...]
+    probs: Tensor | None = None  # [B, D, Vd]; None: every token was certain (q is a point mass)
+    vocab: Tensor | None = None  # [Vd] target id of each draft id; None: the target's own vocabulary
+
+
+@dataclass(frozen=True, eq=False)
+class UnrollStep:
+    """Supervised rows of one unrolled step."""
+
+    states: Tensor  # [R, H] what the frozen lm_head reads
+    target_rows: Tensor  # [R] packed index of the token whose final feature is the target's state
+    label_rows: Tensor  # [R] packed index of the predicted token
+
+
+class DraftConfig(ABC):
+    """A frozen dataclass of a mechanism's choices, built by Hydra from the recipe of the same name."""
+
+    @abstractmethod
+    def build(self, target: Target) -> Draft:
+        """A draft for this target; weights start as the mechanism prescribes."""
+
+
+class Draft(nn.Module):
+    """Base of every draft. `taps` names the features it reads, `num_kv_layers` its layers in the pool."""
+
+    config: DraftConfig
+    taps: tuple[str, ...] = ()
+    num_kv_layers: int = 0
+    max_draft_tokens: int | None = None  # None: any length
+    shares_prefix: bool = True  # pages of a common prefix suffice; False where memories matter as well
+    vocab: Tensor | None = None  # [Vd] target ids, ascending
+
+    def unroll(
+        self, batch: DraftBatch, steps: int, supervised: Tensor, backend: AttentionBackend
+    ) -> Iterator[UnrollStep]:
+        """Yields each unrolled step's supervised rows; `supervised` [T] is m of design §5.1."""
+        raise NotImplementedError(f"{type(self).__name__} is not trained")
+
+    def refill(self, rows: TrueRows) -> None:
+        """Fills pages during prefill, for rows that do not draft yet."""
+
+    def propose(self, rows: TrueRows, num_draft_tokens: int, draw: Draw) -> Proposal:
+        """Refills pages with the true rows, then drafts from each sequence's last row."""
+        raise NotImplementedError
+
+    def head_rows(self) -> Tensor:
+        """[Vd, H] the frozen rows of `lm_head` this draft scores."""
+        raise NotImplementedError
+
+
+def supervised_chain(mask: Tensor, cu_seqlens: Tensor, steps: int) -> Tensor:
+    """Which rows are supervised at each step, [steps, T] bool: row t at step j iff m[t+1] .. m[t+2+j] all hold.
+
+    Exactly the rows a server would run (design §5.1); nothing crosses a document border.
+    """
+    total = len(mask)
+    document = torch.bucketize(torch.arange(total, device=mask.device), cu_seqlens[1:], right=True)
+    alive = torch.ones_like(mask)
+    chain = []
+    for offset in range(1, steps + 2):
+        ahead = torch.zeros_like(mask)
+        if offset < total:
+            ahead[:-offset] = mask[offset:] & (document[offset:] == document[:-offset])
+        alive = alive & ahead
+        if offset >= 2:
+            chain.append(alive)
+    return torch.stack(chain)

@@ -1,0 +1,1 @@
+"""Shelf of training losses: one file, one formula; `base` owns everything else."""

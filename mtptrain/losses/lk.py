@@ -1,0 +1,39 @@
+"""LK hybrid: from KL to total variation as the draft gets better.
+
+lambda KL(p || q) + (1 - lambda) TV(p, q), lambda = exp(-eta alpha), with alpha the mean acceptance
+of the call's rows (per unrolled step) taken as a constant. A weak draft learns by KL, whose
+gradient never vanishes; a good one by the acceptance itself. Given up: a fourth GEMM a row, because
+lambda is known only after the last row and the gradients of both terms are kept until then.
+Source: 2602.23881, eta = 3.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from mtptrain.losses.base import Block, Term, VocabLoss
+from mtptrain.types import UserError
+
+
+@dataclass(frozen=True)
+class LK(VocabLoss):
+    """`eta` >= 0: how fast acceptance hands over from KL to TV; 0 is pure KL."""
+
+    eta: float = 3.0
+
+    def __post_init__(self) -> None:
+        if self.eta < 0:
+            raise UserError(f"loss.eta is {self.eta}: give a number of at least 0 (0 is pure KL)")
+
+    def terms(self, block: Block) -> tuple[Term, ...]:
+        cross_entropy = -(block.p * block.log_q).sum(-1)  # [C]
+        sign = block.gap.sign()  # [C, Vd]
+        mean = (block.q * sign).sum(-1, keepdim=True)
+        tv_grad = sign.sub_(mean).mul_(block.q).mul_(0.5)
+        return Term(cross_entropy - block.entropy, block.gap), Term(1 - block.acceptance, tv_grad)
+
+    def mix(self, mean_acceptance: Tensor) -> tuple[Tensor, ...]:
+        kl_share = (-self.eta * mean_acceptance).exp()  # [S]
+        return kl_share, 1 - kl_share

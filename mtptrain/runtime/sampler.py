@@ -1,0 +1,51 @@
+"""From logits to a distribution to a token, the same for target and draft.
+
+Every sequence owns one generator seeded by the run's seed and its place in the request list, so what it
+draws does not depend on who shares its batch. It gives up a fused kernel: sorting is done only where top-k
+or top-p ask for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from mtptrain.types import SamplingParams
+
+
+def probabilities(logits: Tensor, params: SamplingParams) -> Tensor:
+    """Softmax in fp32 after temperature, top-k and top-p, [..., V] -> [..., V]; temperature must be above 0."""
+    scaled = logits.float() / params.temperature
+    if params.top_k:
+        kth = scaled.topk(min(params.top_k, scaled.shape[-1]), -1).values[..., -1:]
+        scaled = scaled.masked_fill(scaled < kth, float("-inf"))
+    probs = torch.softmax(scaled, -1)
+    return _nucleus(probs, params.top_p) if params.top_p < 1 else probs
+
+
+def _nucleus(probs: Tensor, top_p: float) -> Tensor:
+    """Keeps the smallest set of best tokens whose mass reaches `top_p`, and renormalises."""
+    ranked, order = probs.sort(-1, descending=True)
+    before = ranked.cumsum(-1) - ranked
+    kept = torch.zeros_like(probs).scatter(-1, order, ranked.masked_fill(before >= top_p, 0))
+    return kept / kept.sum(-1, keepdim=True)
+
+
+def generator(seed: int, place: int) -> torch.Generator:
+    """The random stream of request number `place`."""
+    return torch.Generator().manual_seed((seed * 1_000_003 + place) & (2**63 - 1))
+
+
+def uniforms(generators: Sequence[torch.Generator]) -> Tensor:
+    """One number in [0, 1) from each sequence's own stream, [B] float64."""
+    return torch.cat([torch.rand(1, generator=g, dtype=torch.float64) for g in generators])
+
+
+def draw(probs: Tensor, uniform: Tensor) -> Tensor:
+    """Inverse-transform sampling: probs [B, V] (need not sum to one), uniform [B] -> tokens [B]."""
+    cumulative = probs.double().cumsum(-1)
+    threshold = uniform.to(probs.device)[:, None] * cumulative[:, -1:]
+    token = torch.searchsorted(cumulative, threshold, right=True).squeeze(-1)
+    return token.clamp(max=probs.shape[-1] - 1)

@@ -1,0 +1,63 @@
+"""Which drafted tokens hold: the greedy walk, and rejection sampling that leaves the target's law unchanged.
+
+Greedy: accept while the drafted token is the target's best, then emit the target's best. Sampling
+(Leviathan et al., arXiv 2211.17192; Chen et al., arXiv 2302.01318): accept x with probability
+min(1, p(x)/q(x)); at the first rejection emit from norm(max(0, p - q)); if all hold, emit from the next p.
+q must be the distribution the token was drawn from; a certain token is q = 1 at that token. It gives up
+block verification, which accepts a few percent more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from mtptrain.runtime.sampler import draw
+
+MIN_RESIDUAL = 1e-8  # below this mass p and q are the same distribution to rounding: emit from p
+
+
+def verify_greedy(chain: Sequence[int], best: Sequence[int]) -> tuple[int, int]:
+    """(accepted, next token) for a chain of D tokens and the target's best at its D + 1 rows."""
+    accepted = 0
+    while accepted < len(chain) and chain[accepted] == best[accepted]:
+        accepted += 1
+    return accepted, best[accepted]
+
+
+def verify_sampled(
+    chain: Sequence[int],
+    target_probs: Tensor,  # [D + 1, V]
+    draft_probs: Tensor | None,  # [D, Vd]; None: every drafted token was certain
+    vocab: Tensor | None,  # [Vd] target ids; None: the draft's vocabulary is the target's
+    generator: torch.Generator,
+) -> tuple[int, int]:
+    """(accepted, next token) by lossless rejection sampling; draws one number per test and one for the token."""
+
+    def uniform() -> float:
+        return float(torch.rand(1, generator=generator, dtype=torch.float64))
+
+    for i, token in enumerate(chain):
+        p = target_probs[i]
+        q = _over_target_vocabulary(draft_probs, i, token, vocab, p)
+        if uniform() * float(q[token]) >= float(p[token]):
+            residual = (p - q).clamp_(min=0)
+            source = residual if float(residual.sum()) > MIN_RESIDUAL else p
+            return i, _draw_one(source, uniform())
+    return len(chain), _draw_one(target_probs[len(chain)], uniform())
+
+
+def _over_target_vocabulary(
+    draft_probs: Tensor | None, step: int, token: int, vocab: Tensor | None, like: Tensor
+) -> Tensor:
+    if draft_probs is None:
+        return torch.zeros_like(like).index_fill_(0, torch.tensor([token], device=like.device), 1)
+    if vocab is None:
+        return draft_probs[step]
+    return torch.zeros_like(like).index_copy_(0, vocab, draft_probs[step])
+
+
+def _draw_one(probs: Tensor, uniform: float) -> int:
+    return int(draw(probs[None], torch.tensor([uniform], dtype=torch.float64)))

@@ -1,0 +1,110 @@
+"""Values that cross rooms, and the one legend of shape letters.
+
+Every value handed from one room to another is a frozen dataclass defined here, so that a reader finds
+each contract once. Nothing here computes; a type that only one room uses stays in that room.
+
+Shape letters, trailing tensors as comments: B sequences, T tokens (packed, all sequences of a batch in
+one row), D draft tokens, H hidden, V vocabulary, L taps, N query heads, G query heads per KV head,
+R supervised rows, W feature width (the widths of all taps together), P pages.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+
+class UserError(ValueError):
+    """A fault of the user's input: one line that says what is wrong, where, and what to do (exit code 2)."""
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One message of a conversation."""
+
+    role: Literal["system", "user", "assistant"]
+    content: str
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """One row of a prompts file. Assistant turns that the target is to write are absent."""
+
+    id: str
+    category: str
+    turns: tuple[Turn, ...]
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A tokenised conversation with its answer, ready to be captured or trained on."""
+
+    id: str
+    category: str
+    input_ids: Tensor  # [T] int64
+    loss_mask: Tensor  # [T] bool, True where the target itself would generate the token
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How tokens are drawn; identical for target and draft. temperature 0 is greedy."""
+
+    temperature: float = 0.0
+    top_k: int = 0  # 0 keeps all
+    top_p: float = 1.0
+    max_new_tokens: int = 96
+    seed: int = 0
+    ignore_eos: bool = False
+
+
+@dataclass(frozen=True)
+class Request:
+    """One prompt for the runtime."""
+
+    id: str
+    category: str
+    prompt_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class VerifyPass:
+    """One target forward over a proposal: `accepted` of `proposed` drafted tokens held; it emitted accepted + 1
+    tokens, of which `emitted` were kept (fewer only where the answer ended inside the pass)."""
+
+    proposed: int
+    accepted: int
+    emitted: int
+
+
+@dataclass(frozen=True)
+class Completion:
+    """What the runtime returns for a Request.
+
+    `passes` holds the verify passes in order (decode steps without a proposal are not among them);
+    `decode_steps` counts every decode step after prefill, with or without a proposal; the first output
+    token comes from prefill and belongs to no decode step.
+    """
+
+    request: Request
+    output_ids: tuple[int, ...]
+    passes: tuple[VerifyPass, ...]
+    decode_steps: int
+    finish_reason: Literal["eos", "length"]
+    features: Tensor | None = None  # [T, W] of prompt + output, where the caller asked for them
+
+
+@dataclass(frozen=True)
+class DraftBatch:
+    """Packed documents for training a draft. Rows are tokens; documents never see each other."""
+
+    input_ids: Tensor  # [T] int64
+    features: Tensor  # [T, W] float32, the taps in the order of the draft's contract
+    final: Tensor  # [T, H] float32, output of the target's final norm (the teacher's state)
+    loss_mask: Tensor  # [T] bool
+    cu_seqlens: Tensor  # [B + 1] int64, document borders
+
+    def to(self, device: torch.device) -> DraftBatch:
+        return DraftBatch(*(getattr(self, name).to(device) for name in self.__dataclass_fields__))

@@ -1,0 +1,1 @@
+"""What a trained draft is worth: acceptance, losslessness and speed, measured by decoding."""

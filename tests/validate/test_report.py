@@ -1,0 +1,187 @@
+"""The report as a file: schema 1 key by key, an exact round trip, and all of it in report.md."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+from mtptrain.run import Provenance
+from mtptrain.types import Completion, Request, UserError, VerifyPass
+from mtptrain.validate.acceptance import measure_acceptance
+from mtptrain.validate.report import (
+    Baseline,
+    Baselines,
+    Lossless,
+    MeasuredRun,
+    Report,
+    Sampling,
+    Speed,
+    assemble,
+    load_report,
+    measured_run,
+    render_markdown,
+    summary_line,
+    write_report,
+)
+
+PROVENANCE = Provenance(
+    commit="0123abc",
+    versions={"torch": "2.13.0"},
+    hardware="2 cores",
+    recipe="tiny",
+    seeds={"train": 7},
+    times={"validate": 12.5},
+)
+RUN_KEYS = set(
+    "sampling acceptance_length tokens_per_step acceptance_rate conditional_acceptance "
+    "joint_acceptance accepted_histogram counts speed".split()
+)
+REPORT_KEYS = RUN_KEYS | set(
+    "schema target draft baselines simulated_acceptance_length lossless sampled provenance".split()
+)
+NESTED_KEYS = {
+    "sampling": "temperature num_draft_tokens tree seed batch_size",
+    "acceptance_length": "value ci95 per_request_mean by_category",
+    "lossless": "checked_tokens mismatches",
+    "speed": "plain_tokens_per_s speculative_tokens_per_s speedup draft_share",
+    "counts": "prompts passes tokens",
+    "provenance": "commit versions hardware recipe seeds times",
+    "baselines": "ngram",
+}
+
+
+def answers(category: str, *accepted: int) -> list[Completion]:
+    """Three equal answers of one category, each with a pass of D=2 for each of `accepted`."""
+    passes = tuple(VerifyPass(2, count, count + 1) for count in accepted)
+    tokens = tuple(range(1 + sum(accepted) + len(accepted)))
+    names = [f"{category}-{row}" for row in range(3)]
+    requests = [Request(name, category, (1,)) for name in names]
+    return [Completion(request, tokens, passes, len(passes), "length") for request in requests]
+
+
+def a_run(temperature: float) -> MeasuredRun:
+    completions = answers("math|word", 0, 1, 0) + answers("chat", 2, 1)
+    speed = Speed(100.0, 150.0, 1.5, 0.2)
+    return measured_run(
+        measure_acceptance(completions, 2), Sampling(temperature, 2, None, 3, 8), speed
+    )
+
+
+def full() -> Report:
+    return assemble(
+        a_run(0.0),
+        target="tiny-target",
+        draft="mtp",
+        provenance=PROVENANCE,
+        baselines=Baselines(Baseline(1.3125)),
+        simulated_acceptance_length=1.75,
+        lossless=Lossless(9812, 0),
+        sampled=a_run(1.0),
+    )
+
+
+def bare() -> Report:
+    """Nothing but an empty run."""
+    empty = measured_run(measure_acceptance([], 2), Sampling(0.0, 2, "4x2", 0, 1), None)
+    return assemble(empty, target="tiny-target", draft="mtp", provenance=PROVENANCE)
+
+
+@pytest.mark.parametrize("report", [full(), bare()], ids=["full", "bare"])
+def test_round_trip_gives_the_same_report(report: Report, tmp_path: Path) -> None:
+    """What is written is what is read, nulls and all, and no other file is left behind."""
+    write_report(report, tmp_path / "new" / "folder")
+    assert load_report(tmp_path / "new" / "folder" / "report.json") == report
+    assert {p.name for p in (tmp_path / "new/folder").iterdir()} == {"report.json", "report.md"}
+
+
+@pytest.mark.parametrize("report", [full(), bare()], ids=["full", "bare"])
+def test_every_schema_key_is_present(report: Report, tmp_path: Path) -> None:
+    """report.json has the keys of schema 1, no more and no fewer, measured or not."""
+    write_report(report, tmp_path)
+    data = json.loads((tmp_path / "report.json").read_text())
+    assert data["schema"] == 1 and data.keys() == REPORT_KEYS
+    for name, keys in NESTED_KEYS.items():
+        assert data[name] is None or data[name].keys() == set(keys.split()), name
+    assert data["sampled"] is None or data["sampled"].keys() == RUN_KEYS
+    for part in data["acceptance_length"]["by_category"].values():
+        assert part.keys() == {"value", "ci95", "passes"}
+    depth = data["sampling"]["num_draft_tokens"]
+    lengths = [len(data[n]) for n in ("conditional_acceptance", "joint_acceptance")]
+    assert [*lengths, len(data["accepted_histogram"])] == [depth, depth, depth + 1]
+
+
+def test_nan_is_never_written(tmp_path: Path) -> None:
+    """A figure that is not a number stops the writing before any file appears."""
+    with pytest.raises(ValueError):
+        write_report(dataclasses.replace(full(), tokens_per_step=float("nan")), tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"schema": 2}, "schema 2"),
+        ({"counts": None}, "counts: cannot be null"),
+        ({"tokens_per_step": "1.5"}, "tokens_per_step: cannot be"),
+        ({"extra": 1}, "keys extra"),
+        ({"lossless": {"mismatches": 0}}, "lossless: missing or unknown keys checked_tokens"),
+    ],
+)
+def test_other_files_are_refused_in_one_line(
+    change: dict[str, object], message: str, tmp_path: Path
+) -> None:
+    """Another schema, or a key that is absent, unknown or of the wrong type, is a UserError."""
+    write_report(full(), tmp_path)
+    path = tmp_path / "report.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    with pytest.raises(UserError, match=message) as caught:
+        load_report(path)
+    assert str(path) in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_absent_and_broken_files_are_refused(tmp_path: Path) -> None:
+    """A missing file and one that is no JSON are UserErrors."""
+    (tmp_path / "broken.json").write_text("{")
+    for name in ("absent.json", "broken.json"):
+        with pytest.raises(UserError, match="no readable report"):
+            load_report(tmp_path / name)
+
+
+def test_summary_line_reads_like_a_sentence() -> None:
+    """The terminal's line carries value, interval, setting, baseline and losslessness."""
+    report = full()
+    low, high = report.acceptance_length.ci95 or (0.0, 0.0)
+    assert summary_line(report) == (
+        f"acceptance length 1.80 [{low:.2f}, {high:.2f}] (chain D=2, T=0, 6 prompts, 15 passes); "
+        "n-gram 1.31 tokens a step; lossless: 0 of 9,812 tokens differ"
+    )
+    assert summary_line(bare()) == (
+        "acceptance length n/a [n/a] (tree 4x2 D=2, T=0, 0 prompts, 0 passes); "
+        "lossless: not checked"
+    )
+
+
+def test_markdown_shows_what_the_json_holds(tmp_path: Path) -> None:
+    """report.md has every category, both temperatures, every position and the provenance."""
+    write_report(full(), tmp_path)
+    text = (tmp_path / "report.md").read_text()
+    assert summary_line(full()) in text
+    rows = ["| math\\|word | 1.333 |", "| chat | 2.500 |", "| 1 | 0.600 | 0.600 |"]
+    rows += ["| 2 | 0.333 | 0.200 |", "| 0 | 6 | 0.400 |", "| commit | 0123abc |"]
+    rows += ["| versions: torch | 2.13.0 |", "| seeds: train | 7 |"]
+    for row in rows:
+        assert row in text, row
+    assert text.index("| chat ") < text.index("| math") < text.index("Sampled run: chain D=2, T=1")
+    assert text.count("### By category") == 1
+
+
+def test_markdown_tables_are_rectangular() -> None:
+    """Every table row has as many cells as its header, whatever was measured."""
+    for report in (full(), bare()):
+        for block in render_markdown(report).split("\n\n"):
+            if block.startswith("|"):
+                bars = {line.replace("\\|", "").count("|") for line in block.splitlines()}
+                assert len(bars) == 1, block
