@@ -46,7 +46,7 @@ def encode(
     """
     if dtype not in _LARGEST:
         return features.detach().to("cpu", TORCH_DTYPES[dtype]), None
-    parts = [_quantise(tap, dtype) for tap in features.detach().float().split(widths, dim=1)]
+    parts = [_quantise(tap, dtype) for tap in features.detach().float().split_with_sizes(widths, 1)]
     rows = torch.cat([rows for rows, _ in parts], dim=1)  # [T, W]
     return rows.cpu(), torch.cat([scale for _, scale in parts], dim=1).cpu()  # [T, L]
 
@@ -69,7 +69,7 @@ def decode(rows: Tensor, scales: Tensor | None, widths: tuple[int, ...]) -> Tens
     if len(set(widths)) == 1:  # the usual case, in one operation for all taps
         features.view(-1, len(widths), widths[0]).mul_(scales.unsqueeze(2))
     else:
-        for column, tap in enumerate(features.split(widths, dim=1)):  # views
+        for column, tap in enumerate(features.split_with_sizes(widths, 1)):  # views
             tap.mul_(scales[:, column : column + 1])
     return features
 

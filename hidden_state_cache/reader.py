@@ -10,6 +10,7 @@ would read everything; that is `verify`.
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Iterator
 from functools import cached_property
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -75,6 +76,9 @@ class FeatureStore:
             raise IndexError(f"sample {index} of a store of {len(self)}")
         number = bisect_right(self._starts, place) - 1
         return self._shard(number).sample(place - self._starts[number], self._widths)
+
+    def __iter__(self) -> Iterator[StoredSample]:
+        return map(self.__getitem__, range(len(self)))
 
     def __reduce__(self) -> tuple[type[FeatureStore], tuple[Path, Manifest]]:
         # What a worker process is sent: never the mapped tensors, which would be copied whole.

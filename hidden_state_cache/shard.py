@@ -77,15 +77,15 @@ def open_shard(folder: Path, info: ShardInfo, manifest: Manifest) -> Shard:
 
 
 def _map(file: Any) -> Shard:
-    names = file.metadata()
+    names = json.loads(file.metadata()["samples"])
     return Shard(
         features=file.get_tensor("features"),
         scales=file.get_tensor("scales") if "scales" in file.keys() else None,
         input_ids=file.get_tensor("input_ids"),
         loss_mask=file.get_tensor("loss_mask"),
         offsets=file.get_tensor("offsets").tolist(),
-        ids=json.loads(names["ids"]),
-        categories=json.loads(names["categories"]),
+        ids=names["ids"],
+        categories=names["categories"],
     )
 
 
@@ -99,7 +99,7 @@ def _require_shape(shard: Shard, info: ShardInfo, manifest: Manifest, folder: Pa
 
 
 def pack(samples: Sequence[StoredSample], dtype: RowDtype, widths: tuple[int, ...]) -> bytes:
-    """The bytes of a shard file. It costs memory of twice the shard's size.
+    """The bytes of a shard file. Peak memory is some four times its size.
 
     Raises StoreError where a sample's shapes do not fit, or a row is not finite as stored.
     """
@@ -115,9 +115,8 @@ def pack(samples: Sequence[StoredSample], dtype: RowDtype, widths: tuple[int, ..
     if scales:
         tensors["scales"] = torch.cat(scales)  # [T, L]
     names = {"ids": [s.id for s in samples], "categories": [s.category for s in samples]}
-    return save(
-        tensors, {key: json.dumps(value, ensure_ascii=False) for key, value in names.items()}
-    )
+    # One key: safetensors orders several at random, and equal samples must give equal bytes.
+    return save(tensors, {"samples": json.dumps(names, ensure_ascii=False)})
 
 
 def _encode(

@@ -1,10 +1,10 @@
 """The command line: `mtptrain VERB [recipe=NAME] [group=choice] [key=value]`.
 
 Three things happen in order: flags are read, the overrides are checked (`overrides.py`), and Hydra
-composes the config and calls the pipeline, once or, with -m, once for each combination. Hydra takes its
-command line from sys.argv and prints its errors itself; both are set aside while it runs, so that every
-failure, wherever it arises, leaves here as one line and an exit code: 2 for the user's input, 1 for
-the rest, 130 for Ctrl-C. Heavy packages are imported only once a run is certain: help stays quick.
+composes the config and calls the pipeline, once or, with -m, once for each combination. Hydra takes
+its command line from sys.argv and prints its errors itself; both are set aside while it runs, so
+that every failure, wherever it arises, leaves here as one line and an exit code: 2 for the user's
+input, 1 for the rest, 130 for Ctrl-C. Torch is imported only where a run needs it: help is quick.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ NOT_ALLOWED = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs one command and returns its exit code; `argv` without the program's name, default sys.argv."""
+    """Runs one command and returns its exit code; `argv` is what follows the program's name."""
     try:
         return _dispatch(sys.argv[1:] if argv is None else argv)
     except KeyboardInterrupt:
@@ -60,7 +60,7 @@ def _dispatch(argv: list[str]) -> int:
 
 
 class _Parser(argparse.ArgumentParser):
-    """argparse prints its usage and exits on a mistake; here a mistake is a UserError like any other."""
+    """A mistake is a UserError like any other, where argparse prints its usage and exits."""
 
     def error(self, message: str) -> NoReturn:
         raise _user_error(f"{message}; `mtptrain --help` lists what there is")
@@ -76,7 +76,6 @@ def _parse_flags(argv: list[str]) -> argparse.Namespace:
     either.add_argument("-m", "--multirun", action="store_true")
     either.add_argument("--cfg", choices=("job", "hydra", "all"))
     parser.add_argument("--resolve", action="store_true")
-    parser.add_argument("--package")
     parser.add_argument("--config-dir", type=Path)
     return parser.parse_intermixed_args(argv)
 
@@ -88,7 +87,7 @@ def _run_verb(flags: argparse.Namespace) -> None:
         hint = nearest(flags.verb, VERBS) or (": the verb comes first" if "=" in flags.verb else "")
         raise _user_error(f"unknown verb {flags.verb!r}{hint} (there are {', '.join(VERBS)})")
     if flags.config_dir is not None and not flags.config_dir.is_dir():
-        raise _user_error(f"--config-dir {flags.config_dir}: no such folder; name a folder of recipes")
+        raise _user_error(f"--config-dir {flags.config_dir}: no such folder; name one of recipes")
     setup_logging(quiet=not _is_debug())
     swept = check(flags.verb, flags.overrides, sweep=flags.multirun, folder=flags.config_dir)
     arguments = [*flags.overrides, *search_path(flags.config_dir), *_hydra_flags(flags)]
@@ -100,8 +99,7 @@ def _hydra_flags(flags: argparse.Namespace) -> list[str]:
         return ["--multirun"]
     if flags.cfg is None:
         return []
-    package = ["--package", flags.package] if flags.package else []
-    return ["--cfg", flags.cfg, *package, *(["--resolve"] if flags.resolve else [])]
+    return ["--cfg", flags.cfg, *(["--resolve"] if flags.resolve else [])]
 
 
 def _run_hydra(verb: str, arguments: list[str], job: Callable[[DictConfig], None]) -> None:
@@ -130,7 +128,7 @@ def _as_hydra_wants(arguments: list[str]) -> Iterator[None]:
 
 
 class _JobError(BaseException):
-    """Carries a job's exception past Hydra, which would print a line of its own about an Exception."""
+    """Carries a job's exception past Hydra, which says a line of its own about any Exception."""
 
     def __init__(self, error: Exception) -> None:
         super().__init__(error)
@@ -138,16 +136,16 @@ class _JobError(BaseException):
 
 
 def _run_job(verb: str, config: DictConfig, swept: list[str]) -> None:
-    """One run of the pipeline. In a sweep each job has a folder of its own, named after its values."""
+    """One run of the pipeline; each job of a sweep in a folder named after its own values."""
     from hydra.core.hydra_config import HydraConfig
 
     from mtptrain import pipeline
 
     if swept:
-        words = [word for word in HydraConfig.get().overrides.task if word.partition("=")[0].lstrip("+") in swept]
-        name = ",".join(sorted(words)).replace(os.sep, "_")
-        config.run_dir = str(Path(config.run_dir) / name)
-        log.info("sweep: %s in %s", name, config.run_dir)
+        words = sorted(HydraConfig.get().overrides.task)
+        own = [word for word in words if word.partition("=")[0].lstrip("+") in swept]
+        config.run_dir = str(Path(config.run_dir) / ",".join(own).replace(os.sep, "_"))
+        log.info("sweep: %s", config.run_dir)
     try:
         pipeline.run(verb, config)
     except Exception as error:
@@ -189,9 +187,9 @@ def _machine_fault(error: BaseException) -> str | None:
     number = error.errno if isinstance(error, OSError) else None
     if number in DISK_FULL or "No space left on device" in str(error):
         where = f" for {error.filename}" if isinstance(error, OSError) and error.filename else ""
-        return f"no disk space left{where}: free some, or move run_dir= or MTPTRAIN_CACHE; then {RESUME}"
+        return f"no disk space left{where}: free some, or move run_dir= or MTPTRAIN_CACHE; {RESUME}"
     if isinstance(error, OSError) and number in NOT_ALLOWED:
-        return f"{error.filename}: {error.strerror}: make it accessible, or name another place; then {RESUME}"
+        return f"{error.filename}: {error.strerror}: allow it or name another place; {RESUME}"
     return None
 
 
@@ -200,7 +198,12 @@ def _place(error: BaseException) -> str:
     root = Path(__file__).resolve().parents[1]
     rooms = (root / "mtptrain", root / "hidden_state_cache")
     frames = traceback.extract_tb(error.__traceback__)
-    ours = [frame for frame in frames if any(Path(frame.filename).is_relative_to(room) for room in rooms)]
+    paths = [Path(frame.filename) for frame in frames]
+    ours = [
+        frame
+        for frame, path in zip(frames, paths, strict=True)
+        if any(map(path.is_relative_to, rooms))
+    ]
     frame = (ours or list(frames))[-1]
     path = Path(frame.filename)
     return f"{path.relative_to(root) if ours else path.name}:{frame.lineno}"

@@ -19,7 +19,9 @@ from mtptrain.run import recipes_dir
 HYDRA_VERSION_BASE = "1.3"
 
 
-def compose_config(verb: str, overrides: Sequence[str] = (), *, with_hydra: bool = False) -> DictConfig:
+def compose_config(
+    verb: str, overrides: Sequence[str] = (), *, with_hydra: bool = False
+) -> DictConfig:
     """The config of `mtptrain VERB OVERRIDES`, with Hydra's own node only where asked for.
 
     Raises Hydra's and OmegaConf's own exceptions; `overrides.check` turns them into a UserError.

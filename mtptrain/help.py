@@ -1,8 +1,8 @@
 """What `mtptrain --help` prints, read from the recipes folder so that it cannot be out of date.
 
-A file's first comment is its description, and a key with a comment on its line is a key to list; the
-values shown are those of the composed default recipe. The YAML is read line by line for this: its
-parser drops comments.
+A file's first comment is its description, and a key with a comment on its line is a key to list;
+the values shown are those of the composed default recipe. The YAML is read line by line for this:
+its parser drops comments.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
 from mtptrain import __version__
 from mtptrain.compose import compose_config, group_choices
@@ -33,7 +33,7 @@ def help_text() -> str:
     choices: Mapping[str, str] = config.hydra.runtime.choices
     return "\n".join(
         [
-            f"mtptrain {__version__}: a draft head for your language model, and its measured acceptance length",
+            f"mtptrain {__version__}: a draft head for your model, and its acceptance length",
             "",
             "usage: mtptrain VERB [recipe=NAME] [group=choice] [key=value] [-m]",
             *_section("verbs", {verb: _description(folder / f"{verb}.yaml") for verb in VERBS}),
@@ -61,20 +61,20 @@ def _recipes(folder: Path) -> dict[str, str]:
 
 
 def _groups(folder: Path, chosen: Mapping[str, str]) -> dict[str, str]:
-    groups = group_choices([folder])
-    return {
-        f"{group}=": ", ".join(sorted(names, key=lambda name, group=group: name != chosen.get(group)))
-        for group, names in groups.items()
-        if group != "recipe"
-    }
+    rows = {}
+    for group, names in group_choices([folder]).items():
+        default = [name for name in names if name == chosen.get(group)]
+        if group != "recipe":
+            rows[f"{group}="] = ", ".join(default + [name for name in names if name not in default])
+    return rows
 
 
-def _common_keys(folder: Path, config: object, chosen: Mapping[str, str]) -> dict[str, str]:
+def _common_keys(folder: Path, config: DictConfig, chosen: Mapping[str, str]) -> dict[str, str]:
     files = {"": folder / "base.yaml", "target.": folder / "target" / f"{chosen['target']}.yaml"}
     rows = {}
     for prefix, file in files.items():
         for key, comment in _commented_keys(file.read_text()):
-            value = OmegaConf.select(config, f"{prefix}{key}")  # type: ignore[arg-type]
+            value = OmegaConf.select(config, f"{prefix}{key}")
             rows[f"{prefix}{key}={value}"] = comment
     return rows
 

@@ -15,7 +15,7 @@ import torch
 
 
 def describe_machine() -> str:
-    """CPU model, cores this process may use, memory of the machine, GPUs: `EPYC 9654, 2 cores, 8 GiB, no GPU`."""
+    """CPU model, cores this process may use, memory, GPUs: `EPYC 9654, 2 cores, 8 GiB, no GPU`."""
     return f"{_cpu_model()}, {_num_cores()} cores, {_memory_gib():.0f} GiB, {_gpus()}"
 
 

@@ -1,10 +1,10 @@
 """Finds the mistakes in a command line before anything runs, and says each in one line.
 
-Hydra's own messages are several lines long and suggest no names, and it lets `batch_size=abc` through.
+Hydra's own messages are several lines long and suggest no names, and `batch_size=abc` passes it by.
 So the overrides are parsed with Hydra's parser and held against the composed recipe: groups and
 choices, keys, kinds of values; then the whole is composed once, as Hydra will do again. In a sweep
-every value is checked by itself, but only the first combination is composed here: Hydra composes the
-others before it starts the first job. Keys added with `+` are the user's own and not checked.
+every value is checked by itself, but only the first combination is composed here: Hydra composes
+the others before it starts the first job. Keys added with `+` are the user's own and not checked.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ COMPOSITION_ERRORS = (HydraException, OmegaConfBaseException, yaml.YAMLError)
 def check(
     verb: str, arguments: Sequence[str], *, sweep: bool = False, folder: Path | None = None
 ) -> list[str]:
-    """Raises UserError at the first mistake in `VERB ARGUMENTS`; returns the keys that are swept over.
+    """Raises UserError at the first mistake in `VERB ARGUMENTS`; returns the keys swept over.
 
     `folder` is a second recipes folder, the user's own. With `sweep`, values may be lists `a,b`.
     """
@@ -59,7 +59,7 @@ def search_path(folder: Path | None) -> list[str]:
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """`: did you mean a, b?`, with the known names most like `name`; empty where none is like it."""
+    """`: did you mean a, b?` with the known names most like `name`; empty where none is."""
     known = list(known)
     found = difflib.get_close_matches(name, known, n=3, cutoff=0.6)
     if not found:  # a key without its prefix: learning_rate for train.learning_rate
@@ -72,7 +72,7 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 def one_line(error: BaseException) -> str:
     """The error's message without its line breaks, its cause's first line after it."""
-    first = str(error).strip().partition("\n")[0]
+    first = str(error).strip().partition("\n")[0].rstrip(".:")
     cause = str(error.__cause__ or "").strip().partition("\n")[0]
     return " ".join(": ".join(part for part in (first, cause) if part).split())
 
@@ -84,7 +84,7 @@ def _parse(argument: str) -> Override:
         return OverridesParser.create().parse_override(argument)
     except HydraException:
         raise UserError(
-            f"cannot read {argument!r}: write key=value, and put a value with special characters in "
+            f"cannot read {argument!r}: write key=value, and a value with special characters in "
             f"two pairs of quotes, as in data.path=\"'my file.jsonl'\""
         ) from None
 
@@ -120,7 +120,7 @@ def _check_key(item: Override, keys: dict[str, object], groups: Iterable[str]) -
 
 
 def _check_kind(name: str, value: object, default: object) -> None:
-    """The value must be of its default's kind; a default of null, ??? or a reference takes anything."""
+    """The value must be of its default's kind; null, ??? and a reference say nothing of a kind."""
     kinds: dict[type, tuple[str, tuple[type, ...]]] = {
         bool: ("true or false", (bool,)),
         int: ("a whole number", (int,)),
@@ -148,9 +148,11 @@ def _values(item: Override) -> list[object]:
     """The value, or all the values of a sweep."""
     if item.is_delete() or not _is_listed(item):
         return []
-    if item.is_sweep_override():
-        return [getattr(value, "text", value) for value in item.sweep_iterator()]  # .text: it was quoted
-    return [item.value()]
+    if not item.is_sweep_override():
+        return [item.value()]
+    return [
+        getattr(value, "text", value) for value in item.sweep_iterator()
+    ]  # text of a quoted one
 
 
 def _single(items: Iterable[Override]) -> list[str]:
@@ -172,7 +174,7 @@ def _compose(verb: str, overrides: Sequence[str], *, with_hydra: bool = False) -
 
 
 def _check_whole(config: DictConfig) -> None:
-    """What only the composed config shows: values left out, broken references, a recipe misnamed."""
+    """What only the whole config shows: values left out, broken references, a recipe misnamed."""
     chosen = config.hydra.runtime.choices.get("recipe")
     job = OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"])
     written = flat_keys(job)

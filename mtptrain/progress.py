@@ -1,8 +1,8 @@
-"""How long work shows itself: a bar on a terminal, a line every 30 s elsewhere; and the logging set-up.
+"""How long work shows itself: a bar on a terminal, a line every 30 s elsewhere; and logging.
 
-Both forms give the same figures: done, total, rate, time left. Lines instead of a bar keep log files
-readable, which a bar's carriage returns are not. A line is written when work advances, so work that
-stands still is silent: no thread is kept only to say so. Ranks other than 0 show nothing.
+Both forms give the same figures: done, total, rate, time left. Lines instead of a bar keep log
+files readable, which a bar's carriage returns are not. A line is written when work advances, so
+work that stands still is silent: no thread is kept only to say so. Other ranks than 0 show nothing.
 """
 
 from __future__ import annotations
@@ -108,8 +108,10 @@ class _Lines:
         self.written_s = self.clock()
         elapsed_s = self.written_s - self.began_s
         rate = self.own / max(elapsed_s, 1e-9)
-        share = f"{self.done:,} of {self.total:,} {self.unit} ({self.done / max(self.total, 1):.0%})"
-        log.info("%s: %s, %s/s, %s", self.name, share, _number(rate), self._time(rate, elapsed_s))
+        count = f"{self.done:,} of {self.total:,} {self.unit}"
+        share = f"{self.done / max(self.total, 1):.0%}"
+        time_ = self._time(rate, elapsed_s)
+        log.info("%s: %s (%s), %s/s, %s", self.name, count, share, _number(rate), time_)
 
     def _time(self, rate: float, elapsed_s: float) -> str:
         if self.done >= self.total:
@@ -126,7 +128,7 @@ def _duration(seconds: float) -> str:
 
 
 class _Stderr(logging.StreamHandler[TextIO]):
-    """Writes to whatever sys.stderr is now, so that a rich bar can move out of the way of a line."""
+    """Writes to whatever sys.stderr is now, so that a rich bar can make way for a line."""
 
     def __init__(self) -> None:
         logging.Handler.__init__(self)
@@ -138,10 +140,10 @@ class _Stderr(logging.StreamHandler[TextIO]):
 
 
 def setup_logging(*, quiet: bool = True) -> None:
-    """One handler on the "mtptrain" logger (warnings only on ranks other than 0); safe to call twice.
+    """One handler on the "mtptrain" logger (other ranks than 0: warnings only); safe to call twice.
 
-    `quiet` silences other packages' notices that a user can do nothing about. Call it before they are
-    imported: transformers reads its verbosity then.
+    `quiet` silences other packages' notices that a user can do nothing about. Call it before they
+    are imported: transformers reads its verbosity then.
     """
     log.setLevel(logging.INFO if is_first_rank() else logging.WARNING)
     if not any(isinstance(handler, _Stderr) for handler in log.handlers):

@@ -1,10 +1,10 @@
 """The run folder: where things lie, what is already done, and what a result came from.
 
-A stage is a folder. `started.json` is written first and says whose work lies there; `stage.json` is
-written last and says that the work is whole, so a kill at any moment leaves a folder that is either
-resumed or begun afresh, and never taken for complete. Fingerprints cover what a stage was given, not
-what it wrote: a file damaged after `stage.json` is for the stage's own checksums to find. There is no
-lock: two commands on one run folder at once are the user's to avoid.
+A stage is a folder. `started.json` is written first and says whose work lies there; `stage.json`
+is written last and says that the work is whole, so a kill at any moment leaves a folder that is
+resumed or begun afresh, and never taken for complete. Fingerprints cover what a stage was given,
+not what it wrote: a file damaged later is for the stage's own checksums to find. There is no lock:
+two commands on one run folder at once are the user's to avoid.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ log = logging.getLogger("mtptrain")
 
 
 def recipes_dir() -> Path:
-    """The folder of recipes: the one shipped in the wheel, else the checkout's (an editable install)."""
+    """The folder of recipes: the wheel's own, else the checkout's (an editable install)."""
     package = Path(__file__).resolve().parent
     packaged = package / "recipes"
     return packaged if packaged.is_dir() else package.parent / "recipes"
@@ -50,8 +50,6 @@ def _user_cache_dir() -> Path:
         return Path(xdg)
     if sys.platform == "darwin":
         return Path.home() / "Library" / "Caches"
-    if sys.platform == "win32":
-        return Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local")
     return Path.home() / ".cache"
 
 
@@ -67,7 +65,7 @@ def data_file(path: str, key: str) -> Path:
 
 
 def fingerprint(*parts: object) -> str:
-    """sha256 (hex) over the parts as canonical JSON: the same in every process and on every machine.
+    """sha256 (hex) over the parts as canonical JSON: the same in every process, on every machine.
 
     Parts are dataclasses, configs, mappings, sequences, paths, strings, numbers, booleans, None.
     1 and 1.0 are one setting (`temperature=0` is `temperature=0.0`), True is not 1.
@@ -93,11 +91,11 @@ def _plain(value: object) -> object:
         return value.as_posix()
     if value is None or isinstance(value, (str, int, float)):
         return value
-    raise TypeError(f"no fingerprint of a {type(value).__name__}: its text may change from run to run")
+    raise TypeError(f"no fingerprint of a {type(value).__name__}: its text may change between runs")
 
 
 def atomic_write(path: Path, content: str | bytes) -> None:
-    """Writes a file that is, after a crash at any moment, either the old one or the whole new one."""
+    """Writes a file that is, after a crash at any moment, the old one or the whole new one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     with open(temporary, "wb") as file:
@@ -109,8 +107,6 @@ def atomic_write(path: Path, content: str | bytes) -> None:
 
 
 def _fsync_folder(folder: Path) -> None:
-    if os.name == "nt":  # Windows cannot open a folder, and renames are durable there
-        return
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -144,10 +140,10 @@ class StageFolder:
         return record is not None and record.fingerprint == fingerprint
 
     def begin(self, fingerprint: str) -> bool:
-        """Makes the folder ready for work; True if it holds unfinished work of this fingerprint to resume.
+        """Makes the folder ready for work; True if work of this fingerprint lies there to resume.
 
-        Work of another fingerprint is deleted, finished or not, and said so. Raises UserError, and
-        touches nothing, where the folder holds files that no stage has put there.
+        Work of another fingerprint is deleted, finished or not, and the log says so. Raises
+        UserError, and touches nothing, where the folder holds files that no stage has put there.
         """
         self.path.mkdir(parents=True, exist_ok=True)
         self._began_s = time.monotonic()
@@ -169,13 +165,13 @@ class StageFolder:
                 f"move them away, or choose another folder with run_dir="
             )
         if others:
-            log.info("%s: the settings changed since it was written; it starts afresh", self.path)
+            log.info("%s: the settings have changed; it starts afresh", self.path)
         order = {"stage.json": 0, "started.json": 2}
         for item in sorted(self.path.iterdir(), key=lambda item: order.get(item.name, 1)):
             shutil.rmtree(item) if item.is_dir() and not item.is_symlink() else item.unlink()
 
     def complete(self, fingerprint: str, **summary: int | float | str) -> None:
-        """Marks the work as whole. The last write of a stage; `summary` is a few figures about it."""
+        """Marks the work as whole, a stage's last write; `summary` is a few figures about it."""
         started = _read_json(self.path / "started.json")
         assert started == {"fingerprint": fingerprint}, "a stage completes what it has begun"
         seconds = round(time.monotonic() - self._began_s, 3)
@@ -194,14 +190,14 @@ def _read_json(path: Path) -> dict:
 
 @dataclass(frozen=True)
 class Provenance:
-    """What a figure came from. `commit` ends in `-dirty` where tracked files were changed; `times` in seconds."""
+    """What a figure came from."""
 
-    commit: str
+    commit: str  # ends in -dirty where tracked files were changed; "unknown" outside a checkout
     versions: dict[str, str]
     hardware: str
     recipe: str
     seeds: dict[str, int]
-    times: dict[str, float]
+    times: dict[str, float]  # seconds by stage
 
 
 def provenance(config: DictConfig, times: Mapping[str, float] | None = None) -> Provenance:
@@ -220,7 +216,7 @@ def provenance(config: DictConfig, times: Mapping[str, float] | None = None) -> 
 
 
 def _commit(checkout: Path) -> str:
-    if not (checkout / ".git").exists():  # installed from a wheel: the version says which code it is
+    if not (checkout / ".git").exists():  # a wheel: its version says which code it is
         return "unknown"
     commit = _git(checkout, "rev-parse", "HEAD")
     dirty = commit and _git(checkout, "status", "--porcelain", "--untracked-files=no")
@@ -245,13 +241,13 @@ def save_resolved(config: DictConfig, run_dir: Path) -> Path:
 
 
 def check_disk_space(folder: Path, needed_bytes: int, what: str) -> None:
-    """Raises UserError where `folder` (or the nearest parent that exists) has fewer free bytes than needed."""
+    """Raises UserError where the disk of `folder`, which need not exist, has too few free bytes."""
     existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     free_bytes = shutil.disk_usage(existing).free
     if free_bytes < needed_bytes:
         raise _user_error(
-            f"{what} needs about {needed_bytes:,} bytes ({needed_bytes / 1e9:.1f} GB) in {folder}, where "
-            f"{free_bytes:,} are free: free some, or move it with run_dir= or MTPTRAIN_CACHE"
+            f"{what} needs about {needed_bytes:,} bytes ({needed_bytes / 1e9:.1f} GB) in {folder}, "
+            f"where {free_bytes:,} are free: free some, or move it with run_dir= or MTPTRAIN_CACHE"
         )
 
 

@@ -147,8 +147,9 @@ def test_help_is_read_from_the_recipes(argv: list[str], capsys: pytest.CaptureFi
 
 def test_help_imports_no_torch() -> None:
     """Help and version answer without waiting for torch."""
-    code = "import sys; from mtptrain.cli import main; main([]); main(['--version']); sys.exit('torch' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    code = "import sys; from mtptrain.cli import main; main([]); main(['--version'])"
+    command = [sys.executable, "-c", f"{code}; sys.exit('torch' in sys.modules)"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert mtptrain.__version__ in done.stdout
 
@@ -163,7 +164,7 @@ MISTAKES = {
     "fit losss=kl": "unknown key 'losss' in losss=kl: did you mean loss",
     "fit data.pth=x": "unknown key 'data.pth' in data.pth=x: did you mean data.path",
     "fit eval_path=x": "unknown key 'eval_path' in eval_path=x: did you mean data.eval_path?",
-    "fit frobnicate=1": "unknown key 'frobnicate' in frobnicate=1; `mtptrain --help` lists the keys",
+    "fit frobnicate=1": "unknown key 'frobnicate' in frobnicate=1; `mtptrain --help`",
     "fit batch_size=abc": "batch_size must be a whole number (its default is 8), not 'abc'",
     "fit batch_size=1.5": "batch_size must be a whole number",
     "fit batch_size=true": "batch_size must be a whole number",
@@ -226,16 +227,17 @@ def test_a_recipe_file_with_a_fault_is_named_in_one_line(
 def test_faults_of_input_found_on_the_way_are_one_line_and_exit_2(
     pipeline: FakePipeline, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """UserError, the store's StoreError, a full disk and a forbidden folder: one line, exit code 2."""
+    """UserError, the store's StoreError, a full disk, a forbidden folder: one line, exit code 2."""
     store = ModuleType("hidden_state_cache")
     store.StoreError = type("StoreError", (ValueError,), {})  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "hidden_state_cache", store)
+    full = OSError(errno.ENOSPC, "No space left on device", "x.bin")
     faults = {
         UserError("row 3 of a.jsonl\nhas no text"): "row 3 of a.jsonl has no text",
         store.StoreError("manifest names another target"): "manifest names another target",
-        OSError(errno.ENOSPC, "No space left on device", "x.bin"): "no disk space left for x.bin: free",
+        full: "no disk space left for x.bin: free",
         RuntimeError("write: No space left on device"): "no disk space left: free",
-        PermissionError(errno.EACCES, "Permission denied", "x"): "x: Permission denied: make it",
+        PermissionError(errno.EACCES, "Permission denied", "x"): "x: Permission denied: allow it",
     }
     for fault, line in faults.items():
         pipeline.failure = fault
@@ -246,7 +248,7 @@ def test_faults_of_input_found_on_the_way_are_one_line_and_exit_2(
 def test_our_own_faults_are_one_line_with_their_place_and_exit_1(
     pipeline: FakePipeline, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Any other exception: its type, first line and place, and how to see the trace; exit code 1."""
+    """Any other exception: its type, first line, place, and how to see the trace; exit code 1."""
     pipeline.failure = KeyError("rows")
     assert main(["fit"]) == 1
     line = only_line(capsys)
@@ -261,8 +263,9 @@ def test_debug_shows_the_trace(
     monkeypatch.setenv("MTPTRAIN_DEBUG", "1")
     pipeline.failure = RuntimeError("boom")
     assert main(["fit"]) == 1
-    text = capsys.readouterr().err
-    assert "Traceback" in text and text.strip().splitlines()[-1].startswith("mtptrain: internal error")
+    lines = capsys.readouterr().err.strip().splitlines()
+    assert any(line.startswith("Traceback") for line in lines)
+    assert lines[-1].startswith("mtptrain: internal error: RuntimeError: boom (in ")
 
 
 def lightning_stop() -> SystemExit:

@@ -73,8 +73,9 @@ def test_resumed_work_counts_what_was_done_but_not_in_the_rate(
 
 def test_work_of_no_units_still_ends_with_a_line(caplog: pytest.LogCaptureFixture) -> None:
     """A total of zero divides by nothing."""
-    with caplog.at_level(logging.INFO, "mtptrain"), progress("capture", 0, unit="tokens", clock=Clock()):
-        pass
+    with caplog.at_level(logging.INFO, "mtptrain"):
+        with progress("capture", 0, unit="tokens", clock=Clock()):
+            pass
     assert caplog.messages == ["capture: 0 of 0 tokens (0%), 0.00/s, took 0:00:00"]
 
 
@@ -92,11 +93,14 @@ def test_a_terminal_gets_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
         assert part in screen.getvalue()
 
 
-def test_other_ranks_are_silent(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_other_ranks_are_silent(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """Only rank 0 shows progress."""
     monkeypatch.setenv("RANK", "1")
-    with caplog.at_level(logging.INFO, "mtptrain"), progress("train", 1, unit="steps") as bar:
-        bar.advance()
+    with caplog.at_level(logging.INFO, "mtptrain"):
+        with progress("train", 1, unit="steps") as bar:
+            bar.advance()
     assert caplog.messages == []
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -72,11 +73,10 @@ def test_a_prompts_file_is_found_here_or_among_the_recipes(
 def test_a_fingerprint_is_the_same_in_every_process() -> None:
     """The fingerprint of the same parts never changes, whatever hash seed the process has."""
     parts = 'Path("a") / "b", {"y": 1, "x": [True, None, 0.5]}, "text"'
-    code = f"from pathlib import Path; from mtptrain.run import fingerprint; print(fingerprint({parts}))"
+    code = "from pathlib import Path; from mtptrain.run import fingerprint"
+    command = [sys.executable, "-c", f"{code}; print(fingerprint({parts}), end='')"]
     outputs = {
-        subprocess.run(
-            [sys.executable, "-c", code], env={"PYTHONHASHSEED": seed}, capture_output=True, text=True, check=True
-        ).stdout.strip()
+        subprocess.check_output(command, env=os.environ | {"PYTHONHASHSEED": seed}, text=True)
         for seed in ("1", "2")
     }
     assert outputs == {fingerprint(Path("a") / "b", {"x": [True, None, 0.5], "y": 1}, "text")}
@@ -119,7 +119,8 @@ def test_a_write_that_fails_leaves_the_old_file(
         atomic_write(path, "new")
     assert path.read_text() == "old"
     atomic_write(path, b"new")
-    assert path.read_bytes() == b"new" and [item.name for item in path.parent.iterdir()] == ["a.json"]
+    assert path.read_bytes() == b"new"
+    assert [item.name for item in path.parent.iterdir()] == ["a.json"]
 
 
 def test_a_stage_is_complete_only_after_its_last_write(tmp_path: Path) -> None:
@@ -156,7 +157,7 @@ def test_other_settings_empty_a_finished_stage_and_say_so(
     stage.complete("one")
     with caplog.at_level("INFO", logger="mtptrain"):
         StageFolder(tmp_path).begin("two")
-    assert "the settings changed" in caplog.text
+    assert "the settings have changed" in caplog.text
     assert stage.record() is None and not (tmp_path / "head.bin").exists()
 
 
@@ -164,7 +165,7 @@ def test_other_settings_empty_a_finished_stage_and_say_so(
 def test_a_kill_while_emptying_leaves_an_owned_folder_that_is_not_whole(
     last: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whichever file the kill comes after, the next run neither trusts the folder nor refuses it."""
+    """Whichever file the kill comes after, the next run neither trusts nor refuses the folder."""
     stage = StageFolder(tmp_path)
     stage.begin("one")
     atomic_write(tmp_path / "shard.bin", b"x")
@@ -240,7 +241,7 @@ def test_the_saved_recipe_is_resolved(tmp_path: Path) -> None:
 
 
 def test_too_little_disk_space_names_the_bytes(tmp_path: Path) -> None:
-    """Enough is silent, also for a folder that is not there yet; too little is the user's to mend."""
+    """Enough is silent, also for a folder that is not there yet; too little is a UserError."""
     run.check_disk_space(tmp_path / "not" / "yet", 1, "the store")
     with pytest.raises(UserError, match=r"^the store needs about 1,000,000,000,000,000,000 bytes"):
         run.check_disk_space(tmp_path, 10**18, "the store")

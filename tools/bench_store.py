@@ -60,7 +60,9 @@ def main() -> None:
     torch.set_num_threads(1)
     samples = make_samples()
     with tempfile.TemporaryDirectory() as folder:
-        results = {dtype: measure(Path(folder) / dtype, dtype, samples) for dtype in DTYPES}
+        results: dict[RowDtype, Measured] = {
+            dtype: measure(Path(folder) / dtype, dtype, samples) for dtype in DTYPES
+        }
     print(f"{SAMPLES * TOKENS} tokens of width {WIDTH}, random order, median of {RUNS} runs, MB/s")
     titles = ("rows", "bytes", "store", "raw, as float32", "ratio", "raw copy", "verify")
     print("{:<6}{:>11}{:>9}{:>17}{:>8}{:>11}{:>9}".format(*titles))

@@ -313,7 +313,9 @@ class _ClosedForm(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride], the decorator hides names
+        ctx: Any, *grad_outputs: Tensor
+    ) -> tuple[Tensor | None, ...]:
         grad, kept, steps = ctx.saved_tensors
         shape, dtype = ctx.states
         scaled = (grad * grad_outputs[0][steps].unsqueeze(1)).to(dtype)

@@ -1,0 +1,1 @@
+"""Shelf: raw rows of a prompts file to Conversations."""

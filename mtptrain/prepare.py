@@ -1,0 +1,161 @@
+"""Prompts in, target-written answers out, shard by shard; features are captured on the way.
+
+The target answers through the runtime that later serves it, so a draft learns what it will be asked. A
+conversation's second turn follows the target's own first answer; each turn becomes a sample of its own. The
+unit of work is a shard of conversations with a fixed composition: one that was cut short is done again
+from its beginning, bit for bit. It gives up the tail: at a shard's end the decode batch runs empty.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from mtptrain.chat import Chat
+from mtptrain.progress import progress
+from mtptrain.run import atomic_write
+from mtptrain.runtime.engine import Engine
+from mtptrain.types import Completion, Conversation, Request, Sample, SamplingParams, Turn, UserError
+
+
+@dataclass(frozen=True)
+class PrepareSettings:
+    """How answers are written; from `prepare:` in the recipe."""
+
+    max_new_tokens: int
+    temperature: float
+    top_p: float
+    max_batch: int
+    shard_conversations: int
+
+    def sampling(self, seed: int) -> SamplingParams:
+        return SamplingParams(
+            self.temperature, top_p=self.top_p, max_new_tokens=self.max_new_tokens, seed=seed
+        )
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One turn that the target wrote, as it stands in an answers file."""
+
+    id: str
+    category: str
+    prompt_ids: tuple[int, ...]
+    output_ids: tuple[int, ...]
+    text: str
+    finish_reason: str
+
+    def sample(self) -> Sample:
+        """All tokens, with the answer's marked as the target's own."""
+        ids = torch.tensor(self.prompt_ids + self.output_ids)
+        return Sample(self.id, self.category, ids, torch.arange(len(ids)) >= len(self.prompt_ids))
+
+
+def answer_turns(
+    conversations: Sequence[Conversation],
+    chat: Chat,
+    engine: Engine,
+    params: SamplingParams,
+    on_finish: Callable[[Completion], None] | None = None,
+) -> list[Completion]:
+    """Answers every user turn, turn by turn, all conversations of a turn in one batch.
+
+    The id of turn k > 0 is `<conversation>#<k>`; an earlier answer enters the prompt as its text.
+    """
+    done: list[Completion] = []
+    history = {c.id: list[Turn]() for c in conversations}
+    pending = {c.id: list(c.turns) for c in conversations}
+    turn = 0
+    while live := [c for c in conversations if pending[c.id]]:
+        requests = [_next_request(c, turn, pending[c.id], history[c.id], chat) for c in live]
+        answered = engine.generate(requests, params, on_finish)
+        for conversation, completion in zip(live, answered, strict=True):
+            answer = Turn("assistant", chat.text(completion.output_ids))
+            history[conversation.id].append(answer)
+        done += answered
+        turn += 1
+    return done
+
+
+def _next_request(
+    conversation: Conversation, turn: int, pending: list[Turn], history: list[Turn], chat: Chat
+) -> Request:
+    """Moves turns up to the next user turn from `pending` to `history` and renders the prompt."""
+    while pending:
+        history.append(pending.pop(0))
+        if history[-1].role == "user":
+            break
+    while pending and pending[0].role != "user":
+        history.append(pending.pop(0))
+    name = conversation.id if turn == 0 else f"{conversation.id}#{turn}"
+    return Request(name, conversation.category, chat.prompt_ids(history))
+
+
+def prepare_shards(
+    conversations: Sequence[Conversation],
+    folder: Path,
+    settings: PrepareSettings,
+    chat: Chat,
+    engine: Engine,
+    seed: int,
+    on_shard: Callable[[int, list[Completion]], None] | None = None,
+) -> None:
+    """Writes `answers-<k>.jsonl` for every shard that is not there yet.
+
+    `on_shard` gets each new shard's completions, features included, before its answers file is written:
+    a file that is there means that everything of its shard is.
+    """
+    size = settings.shard_conversations
+    shards = [conversations[i : i + size] for i in range(0, len(conversations), size)]
+    missing = [k for k in range(len(shards)) if not answers_path(folder, k).exists()]
+    turns = [sum(t.role == "user" for c in shard for t in c.turns) for shard in shards]
+    before = sum(turns) - sum(turns[k] for k in missing)
+    with progress("prepare", sum(turns), unit="answers", done=before) as bar:
+        for k in missing:
+            completions = answer_turns(
+                shards[k], chat, engine, settings.sampling(seed + k), lambda _: bar.advance()
+            )
+            if on_shard is not None:
+                on_shard(k, completions)
+            rows = [json.dumps(_row(c, chat), ensure_ascii=False) for c in completions]
+            atomic_write(answers_path(folder, k), "\n".join(rows) + "\n")
+
+
+def answers_path(folder: Path, shard: int) -> Path:
+    return folder / f"answers-{shard:05d}.jsonl"
+
+
+def _row(completion: Completion, chat: Chat) -> dict[str, object]:
+    request = completion.request
+    return {
+        "id": request.id,
+        "category": request.category,
+        "finish_reason": completion.finish_reason,
+        "text": chat.text(completion.output_ids),
+        "prompt_ids": request.prompt_ids,
+        "output_ids": completion.output_ids,
+    }
+
+
+def read_answers(folder: Path) -> list[list[Answer]]:
+    """Every shard's answers, in order. Raises UserError where there are none."""
+    paths = sorted(folder.glob("answers-*.jsonl"))
+    if not paths:
+        raise UserError(f"{folder} holds no answers; run mtptrain prepare with the same settings first")
+    return [[_answer(line) for line in path.read_text("utf-8").split("\n") if line] for path in paths]
+
+
+def _answer(line: str) -> Answer:
+    row = json.loads(line)
+    return Answer(
+        row["id"],
+        row["category"],
+        tuple(row["prompt_ids"]),
+        tuple(row["output_ids"]),
+        row["text"],
+        row["finish_reason"],
+    )

@@ -1,0 +1,1 @@
+"""Mechanism: fits a draft on stored features with Lightning."""

@@ -1,0 +1,148 @@
+"""The LightningModule that fits a draft: unroll, loss, weights of steps, optimiser and schedule.
+
+It knows no mechanism and no formula: the draft yields supervised rows step by step, the loss returns sums
+and counts, and this file divides and weighs. Teacher states are looked up once per token and shared by the
+steps. It gives up gradient accumulation: a batch is a token budget, so it is sized directly.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import lightning as L
+import torch
+from torch import Tensor
+
+from mtptrain.attention_backends.base import AttentionBackend
+from mtptrain.drafts.base import Draft
+from mtptrain.losses.base import FeatureLoss, LossSums, VocabLoss, compute
+from mtptrain.train.muon import Muon
+from mtptrain.types import DraftBatch, UserError
+
+
+@dataclass(frozen=True)
+class TrainSettings:
+    """How a draft is fitted; from `train:` in the recipe."""
+
+    epochs: int
+    batch_tokens: int
+    learning_rate: float
+    optimizer: Literal["adamw", "muon"]
+    muon_steps: int  # Newton-Schulz iterations
+    other_lr_scale: float  # learning rate of non-matrices under muon, over that of matrices
+    weight_decay: float
+    warmup: float  # share of all steps
+    clip: float  # gradient norm; 0: none
+    unroll_steps: int
+    step_decay: float  # weight of unrolled step j is step_decay ** j, normalised
+    supervise: Literal["assistant", "all"]
+    draft_vocab_size: int  # 0: the target's whole vocabulary
+    held_out: int  # samples kept out for the curve
+    curve_points: int
+    checkpoint_every: int  # steps
+    wandb: bool
+    wandb_mode: Literal["offline", "online"]
+
+    def __post_init__(self) -> None:
+        for key, allowed in {"optimizer": ("adamw", "muon"), "supervise": ("assistant", "all")}.items():
+            if getattr(self, key) not in allowed:
+                raise UserError(
+                    f"train.{key}={getattr(self, key)} is unknown; use {' or '.join(allowed)}"
+                )
+        for key in ("epochs", "batch_tokens", "unroll_steps", "checkpoint_every"):
+            if getattr(self, key) < 1:
+                raise UserError(f"train.{key}={getattr(self, key)} must be at least 1")
+
+
+class DraftModule(L.LightningModule):
+    """See the file's opening."""
+
+    def __init__(
+        self,
+        draft: Draft,
+        loss: VocabLoss | FeatureLoss,
+        settings: TrainSettings,
+        backend: AttentionBackend,
+        vocab_size: int,
+        total_steps: int,
+    ) -> None:
+        super().__init__()
+        self.draft, self.loss, self.settings, self.backend = draft, loss, settings, backend
+        self.total_steps = total_steps
+        self.supervised_rows = 0
+        self.draft_id = _draft_ids(draft, vocab_size)
+
+    def training_step(self, batch: DraftBatch, batch_idx: int) -> Tensor:
+        everything = self.settings.supervise == "all"
+        mask = torch.ones_like(batch.loss_mask) if everything else batch.loss_mask
+        sums = self._sums(batch, mask)
+        weights = self.settings.step_decay ** torch.arange(len(sums.loss), device=self.device)
+        weights = weights / weights.sum()
+        loss = (weights * sums.loss / sums.count.clamp(min=1)).sum()
+        self.supervised_rows += int(sums.count[0])
+        self._log(loss, sums)
+        return loss
+
+    def _sums(self, batch: DraftBatch, mask: Tensor) -> LossSums:
+        steps = list(self.draft.unroll(batch, self.settings.unroll_steps, mask, self.backend))
+        labels = torch.cat([batch.input_ids[s.label_rows] for s in steps])
+        draft_labels = self.draft_id.to(self.device)[labels]
+        return compute(
+            self.loss,
+            torch.cat([s.states for s in steps]),
+            batch.final,
+            draft_labels,
+            (draft_labels >= 0).float(),  # a row whose token the draft cannot say teaches nothing
+            self.draft.head_rows(),
+            target_rows=torch.cat([s.target_rows for s in steps]),
+            step_rows=[len(s.states) for s in steps],
+        )
+
+    def _log(self, loss: Tensor, sums: LossSums) -> None:
+        count = sums.count.clamp(min=1)
+        values: dict[str, Any] = {"loss": loss, "supervised_rows": float(self.supervised_rows)}
+        for j, (a, g) in enumerate(zip(sums.acceptance / count, sums.agreement / count, strict=True)):
+            values |= {f"acceptance_{j}": a, f"agreement_{j}": g}
+        self.log_dict({f"train/{k}": v for k, v in values.items()}, batch_size=1)
+
+    def configure_optimizers(self) -> Any:
+        s = self.settings
+        parameters = [p for p in self.draft.parameters() if p.requires_grad]
+        if s.optimizer == "muon":
+            optimizer: torch.optim.Optimizer = Muon(
+                parameters,
+                s.learning_rate,
+                weight_decay=s.weight_decay,
+                steps=s.muon_steps,
+                other_lr_scale=s.other_lr_scale,
+            )
+        else:
+            optimizer = torch.optim.AdamW(
+                parameters, s.learning_rate, betas=(0.9, 0.95), weight_decay=s.weight_decay
+            )
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, self._schedule)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    def _schedule(self, step: int) -> float:
+        """Linear warm-up, then a cosine to zero over all planned steps."""
+        warmup = max(1, round(self.settings.warmup * self.total_steps))
+        if step < warmup:
+            return (step + 1) / warmup
+        return 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1, self.total_steps - warmup)))
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["supervised_rows"] = self.supervised_rows
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.supervised_rows = checkpoint["supervised_rows"]
+
+
+def _draft_ids(draft: Draft, vocab_size: int) -> Tensor:
+    """Draft-vocabulary index of every target id, -1 outside it, [V]."""
+    if draft.vocab is None:
+        return torch.arange(vocab_size)
+    ids = torch.full((vocab_size,), -1)
+    ids[draft.vocab] = torch.arange(len(draft.vocab))
+    return ids

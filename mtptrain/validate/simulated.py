@@ -1,0 +1,104 @@
+"""The exact greedy walk over stored features: what a draft would accept, without decoding.
+
+On the target's own greedy answers a verify pass accepts a drafted token iff it is the stored one, and a
+later step is reached only through right tokens; so the teacher-forced unroll tells every pass exactly. Only
+the last pass of an answer differs from a replay: what would be accepted past the stored end is not known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mtptrain.attention_backends.base import AttentionBackend
+from mtptrain.drafts.base import Draft
+from mtptrain.drafts.ngram import NgramConfig, NgramIndex
+from mtptrain.types import Completion, DraftBatch, Request, VerifyPass
+
+HEAD_ROWS = 1024  # rows of draft logits at a time
+
+
+def pack(documents: Sequence[tuple[Tensor, Tensor, Tensor, Tensor]]) -> DraftBatch:
+    """One batch of (input_ids [T], features [T, W], final [T, H], loss_mask [T]) documents."""
+    ids, features, final, mask = (torch.cat(parts) for parts in zip(*documents, strict=True))
+    lens = torch.tensor([0, *(len(d[0]) for d in documents)])
+    return DraftBatch(ids, features, final, mask, lens.cumsum(0))
+
+
+@torch.no_grad()
+def accepted_runs(
+    draft: Draft, batch: DraftBatch, num_draft_tokens: int, backend: AttentionBackend
+) -> Tensor:
+    """How many drafted tokens would be accepted from each row, [T] int64."""
+    run = torch.zeros_like(batch.input_ids)
+    steps = draft.unroll(batch, num_draft_tokens, batch.loss_mask, backend)
+    for j, step in enumerate(steps):
+        right = _best(draft, step.states) == batch.input_ids[step.label_rows]
+        row = step.label_rows - 2 - j
+        run[row] += right & (run[row] == j)
+    return run
+
+
+def _best(draft: Draft, states: Tensor) -> Tensor:
+    """Greedy target ids, [R, H] -> [R]."""
+    best = [F.linear(part, draft.head_rows()).argmax(-1) for part in states.split(HEAD_ROWS)]
+    index = torch.cat(best) if best else torch.empty(0, dtype=torch.long)
+    return index if draft.vocab is None else draft.vocab.to(index.device)[index]
+
+
+Propose = Callable[[int], tuple[int, int]]  # index of the newest token -> (proposed, accepted)
+
+
+def walk(request: Request, output_ids: tuple[int, ...], propose: Propose) -> Completion:
+    """Walks an answer pass by pass; the first token comes from prefill."""
+    newest, last = len(request.prompt_ids), len(request.prompt_ids) + len(output_ids) - 1
+    passes, steps = [], 0
+    while newest < last:
+        proposed, accepted = propose(newest)
+        emitted = min(accepted + 1, last - newest)
+        steps += 1
+        newest += emitted
+        if proposed:
+            passes.append(VerifyPass(proposed, accepted, emitted))
+    return Completion(request, output_ids, tuple(passes), steps, "length")
+
+
+def simulate(
+    draft: Draft, completions: Sequence[Completion], num_draft_tokens: int, backend: AttentionBackend
+) -> Iterator[Completion]:
+    """The walk of a learned draft over plain greedy completions with features of its taps and `final` last."""
+    for completion in completions:
+        request, features = completion.request, completion.features
+        assert features is not None, "the plain run captures features"
+        ids = torch.tensor(request.prompt_ids + completion.output_ids)
+        mask = torch.arange(len(ids)) >= len(request.prompt_ids)
+        batch = pack([(ids, features, features[:, :0], mask)])
+        run = accepted_runs(draft, batch, num_draft_tokens, backend).tolist()
+        yield walk(
+            request,
+            completion.output_ids,
+            lambda newest, run=run: (num_draft_tokens, run[newest - 1]),
+        )
+
+
+def simulate_ngram(completions: Sequence[Completion], num_draft_tokens: int) -> Iterator[Completion]:
+    """The walk of prompt lookup, which needs tokens only."""
+    for completion in completions:
+        ids = [*completion.request.prompt_ids, *completion.output_ids]
+        index = NgramIndex(NgramConfig())
+
+        def propose(newest: int, ids: list[int] = ids, index: NgramIndex = index) -> tuple[int, int]:
+            known = ids[: newest + 1]
+            index.extend(known)
+            chain = index.lookup(known, num_draft_tokens)
+            accepted = 0
+            while accepted < len(chain) and ids[newest + 1 + accepted : newest + 2 + accepted] == [
+                chain[accepted]
+            ]:
+                accepted += 1
+            return len(chain), accepted
+
+        yield walk(completion.request, completion.output_ids, propose)

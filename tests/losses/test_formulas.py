@@ -1,0 +1,127 @@
+"""Every loss against a naive float64 autograd version, in value and gradient, at odd shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from mtptrain.losses.base import FeatureLoss, VocabLoss, compute
+from mtptrain.losses.cross_entropy import CrossEntropy
+from mtptrain.losses.kl import KL
+from mtptrain.losses.lk import LK
+from mtptrain.losses.smooth_l1 import SmoothL1
+from mtptrain.losses.tv import TV
+from mtptrain.types import UserError
+
+R, H, V = 41, 17, 401
+Naive = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # p, q, labels, weights to rows [R]
+
+
+def _kl(p: Tensor, q: Tensor, labels: Tensor, weights: Tensor) -> Tensor:
+    return (p * (p / q).log()).sum(-1)
+
+
+def _tv(p: Tensor, q: Tensor, labels: Tensor, weights: Tensor) -> Tensor:
+    return 0.5 * (p - q).abs().sum(-1)
+
+
+def _lk(p: Tensor, q: Tensor, labels: Tensor, weights: Tensor) -> Tensor:
+    acceptance = (torch.minimum(p, q).sum(-1) * weights).sum() / weights.sum()
+    share = (-3.0 * acceptance.detach()).exp()
+    kl, tv = _kl(p, q, labels, weights), _tv(p, q, labels, weights)
+    return share * kl + (1 - share) * tv
+
+
+def _cross_entropy(p: Tensor, q: Tensor, labels: Tensor, weights: Tensor) -> Tensor:
+    rows = -q.log().gather(1, labels.clamp(min=0).unsqueeze(1)).squeeze(1)
+    return rows * (labels >= 0)
+
+
+NAIVE: list[tuple[VocabLoss, Naive]] = [
+    (KL(), _kl),
+    (TV(), _tv),
+    (LK(), _lk),
+    (CrossEntropy(), _cross_entropy),
+]
+kinds = pytest.mark.parametrize(("loss", "naive"), NAIVE, ids=lambda x: type(x).__name__)
+
+
+def _inputs(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    torch.manual_seed(7)
+    draft, target = torch.randn(R, H, dtype=torch.float64), torch.randn(R, H, dtype=torch.float64)
+    labels = torch.randint(-1, V, (R,))
+    labels[3] = -1
+    weights = torch.rand(R, dtype=torch.float64)
+    weights[::4] = 0
+    head = 0.7 * torch.randn(V, H, dtype=torch.float64)
+    draft, target, weights, head = (x.to(dtype) for x in (draft, target, weights, head))
+    return draft.requires_grad_(), target, labels, weights, head
+
+
+@kinds
+@pytest.mark.parametrize("chunk_rows", [1, 7, 64])
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_sum_and_gradient(
+    loss: VocabLoss, naive: Naive, chunk_rows: int, temperature: float
+) -> None:
+    """Any chunk size gives the weighted sum and the gradient of plain float64 autograd."""
+    draft, target, labels, weights, head = _inputs(torch.float64)
+    p = (target @ head.T / temperature).softmax(-1)
+    q = (draft @ head.T / temperature).softmax(-1)
+    expected = (naive(p, q, labels, weights) * weights).sum()
+    expected.backward()
+
+    states, *rest = _inputs(torch.float32)
+    sums = compute(loss, states, *rest, chunk_rows=chunk_rows, temperature=temperature)
+    (3 * sums.loss).backward()
+    torch.testing.assert_close(sums.loss.double(), expected, rtol=2e-5, atol=1e-5)
+    assert states.grad is not None and draft.grad is not None
+    torch.testing.assert_close(states.grad.double(), 3 * draft.grad, rtol=1e-4, atol=1e-5)
+
+
+@kinds
+def test_counters(loss: VocabLoss, naive: Naive) -> None:
+    """Count, acceptance and agreement are weighted sums; label losses leave out unlabelled rows."""
+    draft, target, labels, weights, head = _inputs(torch.float64)
+    if loss.needs_labels:
+        weights = weights * (labels >= 0)
+    p, q = (target @ head.T).softmax(-1), (draft @ head.T).softmax(-1)
+    sums = compute(loss, *_inputs(torch.float32), chunk_rows=7)
+    expected = (
+        weights.sum(),
+        (weights * torch.minimum(p, q).sum(-1)).sum(),
+        (weights * (p.argmax(-1) == q.argmax(-1))).sum(),
+    )
+    for got, want in zip((sums.count, sums.acceptance, sums.agreement), expected, strict=True):
+        torch.testing.assert_close(got.double(), want.detach(), rtol=1e-5, atol=1e-5)
+        assert not got.requires_grad
+
+
+@pytest.mark.parametrize("beta", [0.3, 1.0])
+def test_smooth_l1(beta: float) -> None:
+    """SmoothL1 is its textbook formula, meant over H and summed over weighted rows."""
+    draft, target, _, weights, _ = _inputs(torch.float64)
+    distance = (draft - target).abs()
+    rows = torch.where(distance < beta, 0.5 * distance**2 / beta, distance - 0.5 * beta).mean(-1)
+    expected = (rows * weights).sum()
+    expected.backward()
+
+    loss: FeatureLoss = SmoothL1(beta)
+    states, *rest = _inputs(torch.float32)
+    sums = compute(loss, states, *rest)
+    sums.loss.backward()
+    torch.testing.assert_close(sums.loss.double(), expected, rtol=1e-5, atol=1e-5)
+    assert states.grad is not None and draft.grad is not None
+    torch.testing.assert_close(states.grad.double(), draft.grad, rtol=1e-4, atol=1e-6)
+    assert (sums.acceptance, sums.agreement) == (0, 0)
+
+
+@pytest.mark.parametrize(("kind", "value"), [(LK, -1.0), (SmoothL1, 0.0)])
+def test_bad_hyperparameter(kind: Callable[[float], object], value: float) -> None:
+    """A hyperparameter outside its range is the user's error, in one line that names it."""
+    with pytest.raises(UserError, match=r"^loss\.(eta|beta) is .*: give a number") as error:
+        kind(value)
+    assert "\n" not in str(error.value)

@@ -1,0 +1,69 @@
+"""The contract of the shelf: every file is one loss, built by the recipe of its name."""
+
+from __future__ import annotations
+
+import ast
+import pkgutil
+from dataclasses import FrozenInstanceError, fields, is_dataclass
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from hydra.utils import instantiate
+from omegaconf import OmegaConf
+
+import mtptrain.losses
+from mtptrain.losses.base import FeatureLoss, VocabLoss, compute
+
+RECIPES = Path(__file__).parents[2] / "recipes" / "loss"
+KINDS = [m.name for m in pkgutil.iter_modules(mtptrain.losses.__path__) if m.name != "base"]
+every_kind = pytest.mark.parametrize("kind", KINDS)
+
+
+def _build(kind: str) -> VocabLoss | FeatureLoss:
+    return instantiate(OmegaConf.load(RECIPES / f"{kind}.yaml"))
+
+
+def test_recipes_and_files_match() -> None:
+    """No recipe is without its file, no file without its recipe."""
+    assert sorted(path.stem for path in RECIPES.glob("*.yaml")) == sorted(KINDS)
+
+
+@every_kind
+def test_recipe_builds_frozen_loss(kind: str) -> None:
+    """The recipe builds the loss of its own file, a frozen dataclass whose every field it names."""
+    loss = _build(kind)
+    recipe = OmegaConf.load(RECIPES / f"{kind}.yaml")
+    assert isinstance(loss, VocabLoss | FeatureLoss) and is_dataclass(loss)
+    assert type(loss).__module__ == f"mtptrain.losses.{kind}"
+    assert set(recipe) == {"_target_", *(field.name for field in fields(loss))}
+    with pytest.raises(FrozenInstanceError):
+        setattr(loss, "eta", 0.0)  # noqa: B010, any name must be refused
+
+
+@every_kind
+def test_file_imports_only_base(kind: str) -> None:
+    """Files on a shelf never import each other."""
+    tree = ast.parse((Path(mtptrain.losses.__path__[0]) / f"{kind}.py").read_text())
+    imports = [node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    ours = {name for name in imports if name.startswith("mtptrain")}
+    assert ours <= {"mtptrain.losses.base", "mtptrain.types"}
+
+
+@every_kind
+def test_descent(kind: str) -> None:
+    """Following the gradient brings any loss down from where it starts, steadily."""
+    torch.manual_seed(1)
+    states = torch.randn(23, 11, requires_grad=True)
+    target, head = torch.randn(23, 11), torch.randn(53, 11)
+    labels, weights = torch.randint(0, 53, (23,)), torch.ones(23)
+    loss, values = _build(kind), []
+    optimizer = torch.optim.SGD([states], lr=0.02)
+    for _ in range(20):
+        optimizer.zero_grad()
+        sums = compute(loss, states, target, labels, weights, head)
+        sums.loss.backward()
+        optimizer.step()
+        values.append(sums.loss.item())
+    assert all(later < sooner for sooner, later in pairwise(values))
