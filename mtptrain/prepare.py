@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
@@ -121,7 +121,8 @@ def prepare_shards(
             )
             if on_shard is not None:
                 on_shard(k, completions)
-            rows = [json.dumps(_row(c, chat), ensure_ascii=False) for c in completions]
+            answers = [asdict(completion_answer(c, chat)) for c in completions]
+            rows = [json.dumps(answer, ensure_ascii=False) for answer in answers]
             atomic_write(answers_path(folder, k), "\n".join(rows) + "\n")
 
 
@@ -129,16 +130,16 @@ def answers_path(folder: Path, shard: int) -> Path:
     return folder / f"answers-{shard:05d}.jsonl"
 
 
-def _row(completion: Completion, chat: Chat) -> dict[str, object]:
+def completion_answer(completion: Completion, chat: Chat) -> Answer:
     request = completion.request
-    return {
-        "id": request.id,
-        "category": request.category,
-        "finish_reason": completion.finish_reason,
-        "text": chat.text(completion.output_ids),
-        "prompt_ids": request.prompt_ids,
-        "output_ids": completion.output_ids,
-    }
+    return Answer(
+        request.id,
+        request.category,
+        request.prompt_ids,
+        completion.output_ids,
+        chat.text(completion.output_ids),
+        completion.finish_reason,
+    )
 
 
 def read_answers(folder: Path) -> list[list[Answer]]:
@@ -151,11 +152,4 @@ def read_answers(folder: Path) -> list[list[Answer]]:
 
 def _answer(line: str) -> Answer:
     row = json.loads(line)
-    return Answer(
-        row["id"],
-        row["category"],
-        tuple(row["prompt_ids"]),
-        tuple(row["output_ids"]),
-        row["text"],
-        row["finish_reason"],
-    )
+    return Answer(**(row | {key: tuple(row[key]) for key in ("prompt_ids", "output_ids")}))

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -80,6 +80,22 @@ class DraftConfig(ABC):
     @abstractmethod
     def build(self, target: Target) -> Draft:
         """A draft for this target; weights start as the mechanism prescribes."""
+
+
+@dataclass(frozen=True)
+class HeadConfig(DraftConfig):
+    """What every head chooses: taps to read, and a reduced vocabulary to score.
+
+    `draft_vocab` (ascending target ids) is filled in when training starts; empty: the whole vocabulary.
+    """
+
+    taps: tuple[str, ...] = ("final",)
+    draft_vocab_size: int = 0  # 0: the target's whole vocabulary
+    draft_vocab: tuple[int, ...] = field(default=(), repr=False)
+
+    def __post_init__(self) -> None:  # Hydra and JSON hand over lists
+        object.__setattr__(self, "taps", tuple(self.taps))
+        object.__setattr__(self, "draft_vocab", tuple(self.draft_vocab))
 
 
 class Draft(nn.Module):

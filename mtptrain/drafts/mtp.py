@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from mtptrain.attention_backends.base import AttentionBackend, ForwardContext, UnrollCache
 from mtptrain.drafts.base import (
     Draft,
-    DraftConfig,
     Draw,
+    HeadConfig,
     Proposal,
     TrueRows,
     UnrollStep,
@@ -34,19 +34,16 @@ from mtptrain.types import DraftBatch, UserError
 
 
 @dataclass(frozen=True)
-class MTPConfig(DraftConfig):
-    """Choices of an MTP head. `draft_vocab` holds the target ids it scores, ascending; empty: all of them."""
+class MTPConfig(HeadConfig):
+    """Choices of an MTP head."""
 
-    taps: tuple[str, ...] = ("final",)
     norms: Literal["restored", "none"] = "restored"
     depth: int = 1
     init_layer: int = -1  # decoder layer of the target whose weights the head starts from
     embedding_scale: float = 0.0  # how much of the identity `fc` starts with on the embedding
-    draft_vocab: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "taps", tuple(self.taps))
-        object.__setattr__(self, "draft_vocab", tuple(self.draft_vocab))
+        super().__post_init__()
         if self.norms not in ("restored", "none"):
             raise UserError(f"draft.norms={self.norms} is unknown; use restored or none")
         if self.depth < 1:

@@ -29,7 +29,7 @@ OnFinish = Callable[[Completion], None]
 
 @dataclass
 class EngineTimes:
-    """Wall seconds of one `generate`, and the tokens its decode steps kept."""
+    """Wall seconds of an engine's work so far, and the tokens its decode steps kept."""
 
     prefill_s: float = 0.0
     decode_s: float = 0.0  # draft included
@@ -67,7 +67,7 @@ class Engine:
         """Completions in the order of the requests. `on_finish` hears of each as it ends."""
         share = self.draft is None or self.draft.shares_prefix
         scheduler = Scheduler(requests, params, self.limits, share)
-        self.times, done = EngineTimes(), {}
+        done: dict[int, Completion] = {}
         while scheduler.waiting or scheduler.running:
             scheduler.admit()
             for sequence in self._step(scheduler):

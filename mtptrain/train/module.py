@@ -38,7 +38,6 @@ class TrainSettings:
     unroll_steps: int
     step_decay: float  # weight of unrolled step j is step_decay ** j, normalised
     supervise: Literal["assistant", "all"]
-    draft_vocab_size: int  # 0: the target's whole vocabulary
     held_out: int  # samples kept out for the curve
     curve_points: int
     checkpoint_every: int  # steps

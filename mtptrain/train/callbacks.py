@@ -1,0 +1,110 @@
+"""What happens beside the training steps: progress, the held-out curve, the loss plot, a finiteness check.
+
+Lightning calls these; none of them changes the weights.
+"""
+
+from __future__ import annotations
+
+import csv
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from torch import Tensor
+
+from mtptrain.attention_backends.base import AttentionBackend
+from mtptrain.progress import Progress, progress
+from mtptrain.train.data import StoreData
+from mtptrain.train.module import DraftModule
+from mtptrain.types import DraftBatch
+from mtptrain.validate.simulated import accepted_runs
+
+
+class ShowProgress(L.Callback):
+    """One unit a step; goes on from the step a resumed run starts at."""
+
+    def __init__(self) -> None:
+        self.stack, self.bar = ExitStack(), None
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        total = int(trainer.num_training_batches)
+        shown = progress("train", total, unit="steps", done=trainer.global_step)
+        self.bar: Progress | None = self.stack.enter_context(shown)
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        if self.bar is not None:
+            self.bar.advance()
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self.stack.close()
+
+    on_exception = on_train_end  # pyright: ignore[reportAssignmentType]
+
+
+class StopAtNonFinite(L.Callback):
+    """A loss that is not finite ends the run at once: what follows would be noise."""
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        loss = outputs["loss"] if isinstance(outputs, dict) else outputs
+        if isinstance(loss, Tensor) and not bool(torch.isfinite(loss)):
+            raise RuntimeError(
+                f"the loss became {float(loss)} at step {trainer.global_step}; lower train.learning_rate"
+            )
+
+
+class HeldOutCurve(L.Callback):
+    """Simulated acceptance length on held-out samples at `points` moments, against supervised rows."""
+
+    def __init__(self, data: StoreData, backend: AttentionBackend, num_draft_tokens: int, points: int) -> None:
+        self.data, self.backend, self.num_draft_tokens, self.points = data, backend, num_draft_tokens, points
+
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *args: Any) -> None:
+        assert isinstance(pl_module, DraftModule)
+        if not self.points or not self.data.held_out:
+            return
+        every = max(1, int(trainer.num_training_batches) // self.points)
+        if trainer.global_step % every == 0:
+            value = self._acceptance_length(pl_module)
+            pl_module.log("held_out/simulated_acceptance_length", value, batch_size=1)
+
+    def _acceptance_length(self, module: DraftModule) -> float:
+        accepted = passes = 0
+        for batch in self.data.held_out_batches():
+            run = accepted_runs(module.draft, batch, self.num_draft_tokens, self.backend)
+            for a in _walk_rows(batch, run):
+                accepted, passes = accepted + a, passes + 1
+        return 1 + accepted / max(passes, 1)
+
+
+def _walk_rows(batch: DraftBatch, run: Tensor) -> list[int]:
+    """Accepted tokens of every pass over one document with one answer at its end."""
+    row, last, passes = int(batch.loss_mask.int().argmax()) - 1, len(batch.input_ids) - 2, []
+    row = max(row, 0)
+    while row < last:
+        passes.append(int(run[row]))
+        row += passes[-1] + 1
+    return passes
+
+
+def plot_curves(metrics: Path, out: Path) -> None:
+    """Loss and held-out acceptance length against steps, from Lightning's metrics.csv, as a PNG."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    with metrics.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    figure, axes = pyplot.subplots(1, 2, figsize=(10, 4))
+    for axis, key in zip(axes, ("train/loss", "held_out/simulated_acceptance_length"), strict=True):
+        points = [(int(r["step"]), float(r[key])) for r in rows if r.get(key)]
+        if points:
+            axis.plot(*zip(*points, strict=True))
+        axis.set(xlabel="step", title=key)
+    figure.tight_layout()
+    figure.savefig(out, dpi=120)
+    pyplot.close(figure)

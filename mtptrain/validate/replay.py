@@ -1,0 +1,142 @@
+"""The replay of draft and target, and everything the report says of it.
+
+The target first answers alone: the reference for losslessness and speed, the text that prompt lookup and the
+simulated walk run over, and the source of second-turn prompts. Then draft and target answer the same
+requests together, at the asked temperature and, unless that was sampled already, at T=1. It gives up engines
+of others: `exporters` and a test in a real engine are for that.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from mtptrain.attention_backends.base import AttentionBackend
+from mtptrain.chat import Chat
+from mtptrain.drafts.base import Draft
+from mtptrain.prepare import answer_turns
+from mtptrain.progress import progress
+from mtptrain.run import Provenance
+from mtptrain.runtime.engine import Engine, EngineTimes
+from mtptrain.targets.base import Target
+from mtptrain.types import Completion, Conversation, Request, SamplingParams, UserError
+from mtptrain.validate.acceptance import measure_acceptance
+from mtptrain.validate.report import (
+    Baseline,
+    Baselines,
+    Lossless,
+    MeasuredRun,
+    Report,
+    Sampling,
+    Speed,
+    assemble,
+    measured_run,
+)
+from mtptrain.validate.simulated import simulate, simulate_ngram
+
+log = logging.getLogger("mtptrain")
+
+
+@dataclass(frozen=True)
+class ReplaySettings:
+    """What is replayed; from `validate:` in the recipe."""
+
+    max_new_tokens: int
+    sampled: bool  # also at T=1
+
+
+class MakeEngine(Protocol):
+    """Builds an engine for this run's target."""
+
+    def __call__(
+        self,
+        max_batch: int,
+        draft: Draft | None = None,
+        num_draft_tokens: int = 0,
+        capture_taps: tuple[str, ...] = (),
+    ) -> Engine: ...
+
+
+def replay(
+    target: Target,
+    draft: Draft,
+    chat: Chat,
+    conversations: Sequence[Conversation],
+    engine: MakeEngine,
+    backend: AttentionBackend,
+    settings: ReplaySettings,
+    *,
+    num_draft_tokens: int,
+    temperature: float,
+    batch_size: int,
+    seed: int,
+    draft_name: str,
+    origin: Callable[[], Provenance],
+) -> Report:
+    """The whole report (design §5.4). Raises UserError for settings that cannot be replayed."""
+    if batch_size < 1:
+        raise UserError(f"batch_size={batch_size} must be at least 1")
+    greedy = SamplingParams(max_new_tokens=settings.max_new_tokens, seed=seed)
+    alone = engine(batch_size, capture_taps=draft.taps)
+    plain = _plain(alone, conversations, chat, greedy)
+    requests = [c.request for c in plain]
+
+    def together(at: float, name: str) -> tuple[MeasuredRun, list[Completion]]:
+        runner = engine(batch_size, draft, num_draft_tokens)
+        params = SamplingParams(at, max_new_tokens=settings.max_new_tokens, seed=seed)
+        done = _generate(runner, requests, params, name)
+        measured = measure_acceptance(done, num_draft_tokens, seed)
+        sampling = Sampling(at, num_draft_tokens, None, seed, batch_size)
+        speed = _speed(alone.times, runner.times)
+        return measured_run(measured, sampling, speed), done
+
+    run, speculative = together(temperature, f"draft and target, T={temperature:g}")
+    sampled = None
+    if settings.sampled and temperature == 0:
+        sampled, _ = together(1.0, "draft and target, T=1")
+    walked = measure_acceptance(list(simulate(draft, plain, num_draft_tokens, backend)), num_draft_tokens)
+    ngram = measure_acceptance(list(simulate_ngram(plain, num_draft_tokens)), num_draft_tokens)
+    return assemble(
+        run,
+        target=target.config.name_or_path or target.path,
+        draft=draft_name,
+        provenance=origin(),
+        baselines=Baselines(Baseline(ngram.tokens_per_step)),
+        simulated_acceptance_length=walked.acceptance_length.value,
+        lossless=compare(plain, speculative) if temperature == 0 else None,
+        sampled=sampled,
+    )
+
+
+def compare(plain: Sequence[Completion], speculative: Sequence[Completion]) -> Lossless:
+    """Tokens of the plain answers that the speculative ones do not have in the same place."""
+    checked = mismatches = 0
+    for a, b in zip(plain, speculative, strict=True):
+        same = sum(x == y for x, y in zip(a.output_ids, b.output_ids, strict=False))
+        checked += len(a.output_ids)
+        mismatches += max(len(a.output_ids), len(b.output_ids)) - same
+    return Lossless(checked, mismatches)
+
+
+def _plain(
+    engine: Engine, conversations: Sequence[Conversation], chat: Chat, params: SamplingParams
+) -> list[Completion]:
+    total = sum(turn.role == "user" for c in conversations for turn in c.turns)
+    with progress("validate: target alone", total, unit="answers") as bar:
+        return answer_turns(conversations, chat, engine, params, lambda _: bar.advance())
+
+
+def _generate(
+    engine: Engine, requests: Sequence[Request], params: SamplingParams, name: str
+) -> list[Completion]:
+    with progress(f"validate: {name}", len(requests), unit="answers") as bar:
+        return engine.generate(requests, params, lambda _: bar.advance())
+
+
+def _speed(plain: EngineTimes, speculative: EngineTimes) -> Speed:
+    """Decode rates, prefill left out on both sides."""
+    a = plain.decoded_tokens / max(plain.decode_s, 1e-9)
+    b = speculative.decoded_tokens / max(speculative.decode_s, 1e-9)
+    return Speed(a, b, b / max(a, 1e-9), speculative.draft_s / max(speculative.decode_s, 1e-9))
