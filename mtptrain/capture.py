@@ -71,7 +71,9 @@ class ShardSink:
         self.writer, self.target, self.taps = writer, target, taps
         self.greedy_answers = greedy_answers  # sampled answers need not follow the argmax
 
-    def from_completions(self, index: int, completions: Sequence[Completion], answers: Sequence[Answer]) -> None:
+    def from_completions(
+        self, index: int, completions: Sequence[Completion], answers: Sequence[Answer]
+    ) -> None:
         """Features taken on the way of decoding."""
         rows = []
         for completion, answer in zip(completions, answers, strict=True):
@@ -86,7 +88,8 @@ class ShardSink:
                     f"sample {sample.id}: {len(features)} feature rows for {len(sample.input_ids)} tokens"
                 )
         stored = [
-            StoredSample(s.id, s.category, s.input_ids, s.loss_mask, features) for s, features in rows
+            StoredSample(s.id, s.category, s.input_ids, s.loss_mask, features)
+            for s, features in rows
         ]
         if self.greedy_answers:
             self._check_greedy(index, rows)

@@ -24,7 +24,9 @@ class Chat:
         self.tokenizer, self.eos_ids = tokenizer, eos_ids
         self.template = tokenizer.chat_template
         if not self.template:
-            raise UserError("the target's tokenizer has no chat template; add chat_template.jinja to its folder")
+            raise UserError(
+                "the target's tokenizer has no chat template; add chat_template.jinja to its folder"
+            )
 
     @classmethod
     def load(cls, folder: Path) -> Chat:

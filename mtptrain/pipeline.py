@@ -102,7 +102,9 @@ class Session:
     def draft_config(self) -> HeadConfig:
         config = instantiate(self.config.draft)
         if not isinstance(config, HeadConfig):
-            raise UserError("draft= names a draft that needs no training; choose a head such as draft=mtp")
+            raise UserError(
+                "draft= names a draft that needs no training; choose a head such as draft=mtp"
+            )
         return config
 
     @property
@@ -132,7 +134,11 @@ class Session:
         runtime = self.config.runtime
         pages = -(-int(runtime.kv_tokens) // int(runtime.page_size))
         return EngineLimits(
-            max_batch, int(runtime.max_prefill_tokens), int(runtime.page_size), pages, num_draft_tokens
+            max_batch,
+            int(runtime.max_prefill_tokens),
+            int(runtime.page_size),
+            pages,
+            num_draft_tokens,
         )
 
     def engine(
@@ -161,7 +167,9 @@ class Session:
     def train_key(self) -> str:
         settings = self.settings(TrainSettings, "train")
         parts = (self.draft_config, type(self.draft_config).__name__, self.config.loss, settings)
-        return fingerprint("train", self.store_key, *parts, self.seed, int(self.config.num_draft_tokens))
+        return fingerprint(
+            "train", self.store_key, *parts, self.seed, int(self.config.num_draft_tokens)
+        )
 
     @cached_property
     def validate_key(self) -> str:
@@ -205,9 +213,7 @@ def prepare(session: Session) -> None:
             answers = [completion_answer(c, session.chat) for c in completions]
             sink.from_completions(shard, completions, answers)
 
-    prepare_shards(
-        session.prompts, stage.path, settings, session.chat, engine, session.seed, keep
-    )
+    prepare_shards(session.prompts, stage.path, settings, session.chat, engine, session.seed, keep)
     answers = [a for shard in read_answers(stage.path) for a in shard]
     written = sum(len(a.output_ids) for a in answers)
     stage.complete(session.answers_key, answers=len(answers), tokens=written)
@@ -285,7 +291,9 @@ def validate(session: Session) -> None:
             ),
         )
         write_report(report, session.run_dir)
-        stage.complete(session.validate_key, acceptance_length=report.acceptance_length.value or 0.0)
+        stage.complete(
+            session.validate_key, acceptance_length=report.acceptance_length.value or 0.0
+        )
     print(summary_line(load_report(session.run_dir / "report.json")))
     print(f"report: {session.run_dir / 'report.md'}")
 

@@ -19,7 +19,15 @@ from mtptrain.chat import Chat
 from mtptrain.progress import progress
 from mtptrain.run import atomic_write
 from mtptrain.runtime.engine import Engine
-from mtptrain.types import Completion, Conversation, Request, Sample, SamplingParams, Turn, UserError
+from mtptrain.types import (
+    Completion,
+    Conversation,
+    Request,
+    Sample,
+    SamplingParams,
+    Turn,
+    UserError,
+)
 
 
 @dataclass(frozen=True)
@@ -146,8 +154,12 @@ def read_answers(folder: Path) -> list[list[Answer]]:
     """Every shard's answers, in order. Raises UserError where there are none."""
     paths = sorted(folder.glob("answers-*.jsonl"))
     if not paths:
-        raise UserError(f"{folder} holds no answers; run mtptrain prepare with the same settings first")
-    return [[_answer(line) for line in path.read_text("utf-8").split("\n") if line] for path in paths]
+        raise UserError(
+            f"{folder} holds no answers; run mtptrain prepare with the same settings first"
+        )
+    return [
+        [_answer(line) for line in path.read_text("utf-8").split("\n") if line] for path in paths
+    ]
 
 
 def _answer(line: str) -> Answer:

@@ -25,7 +25,9 @@ from mtptrain.attention_backends.base import (
     split_rows,
 )
 
-MAX_DECODE_QUERIES = 32  # beyond this many rows a sequence, one SDPA call per sequence is the faster path
+MAX_DECODE_QUERIES = (
+    32  # beyond this many rows a sequence, one SDPA call per sequence is the faster path
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,7 +102,9 @@ def _grouped_sdpa(
     return out.permute(2, 0, 1, 3).reshape(query.shape)
 
 
-def _lower_right(num_queries: int, num_keys: int, window: int | None, device: torch.device) -> Tensor:
+def _lower_right(
+    num_queries: int, num_keys: int, window: int | None, device: torch.device
+) -> Tensor:
     """Causal mask [Tq, Tk] whose last query sees the last key; with a window, only the newest keys."""
     q = torch.arange(num_keys - num_queries, num_keys, device=device)[:, None]
     k = torch.arange(num_keys, device=device)[None]
@@ -110,7 +114,11 @@ def _lower_right(num_queries: int, num_keys: int, window: int | None, device: to
 
 def _chunk_mask(tq: int, tk: int, window: int | None, device: torch.device) -> Tensor | None:
     """None where plain causal attention does; rows with one query and no window see every key."""
-    return None if tq == tk and (window is None or tk <= window) else _lower_right(tq, tk, window, device)
+    return (
+        None
+        if tq == tk and (window is None or tk <= window)
+        else _lower_right(tq, tk, window, device)
+    )
 
 
 def _attend_documents(
@@ -176,11 +184,15 @@ def _plan_pages(query_lens: tuple[int, ...], paged: PagedBatch) -> PagePlan:
     own_page, own_seq, own_index = page[own], seq[own], index[own]
     span = int(own_page.max()) + 1 if len(own_page) else 0
     pages: Tensor | None = own_page
-    if span <= 2 * len(own_page):  # dense enough: read the pool as it lies, pages of nobody are masked
+    if span <= 2 * len(
+        own_page
+    ):  # dense enough: read the pool as it lies, pages of nobody are masked
         pages = None
         own_seq = torch.full((span,), num_seqs).index_copy(0, own_page, own_seq)
         own_index = torch.zeros(span, dtype=torch.long).index_copy(0, own_page, own_index)
-    shared, shared_seq, shared_index = _group_shared(page[~own], seq[~own], index[~own], len(own_seq))
+    shared, shared_seq, shared_index = _group_shared(
+        page[~own], seq[~own], index[~own], len(own_seq)
+    )
     owner = torch.cat([own_seq, shared_seq])
     key_rows = torch.cat([own_index, shared_index])[:, None] * size + torch.arange(size)
     row_of, padded_of, query_rows = _query_layout(query_lens, paged.kv_lens, width)
@@ -197,7 +209,9 @@ def _group_shared(
     distinct, counts = torch.unique_consecutive(page, return_counts=True)
     groups, at = [], 0
     for p, n in zip(distinct.tolist(), counts.tolist(), strict=True):
-        groups.append(SharedPage(p, seq[at : at + n], slice(first_entry + at, first_entry + at + n)))
+        groups.append(
+            SharedPage(p, seq[at : at + n], slice(first_entry + at, first_entry + at + n))
+        )
         at += n
     return tuple(groups), seq, index
 
@@ -238,7 +252,9 @@ def _attend_pages(
     q = (query * scale)[plan.row_of].view(batch, width, heads, groups, dim)
     q = q.permute(0, 2, 3, 1, 4).reshape(batch, heads, groups * width, dim)
     q = torch.cat([q, q.new_zeros(1, heads, groups * width, dim)])  # the entry of nobody
-    bias = plan.bias if window is None else _bias(plan.owner, plan.key_rows, plan.query_rows, window)
+    bias = (
+        plan.bias if window is None else _bias(plan.owner, plan.key_rows, plan.query_rows, window)
+    )
     scores = _page_products(q, keys.transpose(2, 3), plan, per_query=None)
     scores = scores.view(-1, heads, groups, width, size).add_(bias).flatten(2, 3)
     top = scores.amax(-1)  # [E, heads, G * Q]
@@ -253,7 +269,8 @@ def _page_products(
     query: Tensor,  # [B + 1, heads, R, d]
     pool: Tensor,  # [P, heads, a, b]
     plan: PagePlan,
-    per_query: Tensor | None,  # [E, heads, R, a]: weights to multiply with; None: the queries themselves
+    per_query: Tensor
+    | None,  # [E, heads, R, a]: weights to multiply with; None: the queries themselves
 ) -> Tensor:  # [E, heads, R, b]
     own = slice(0, plan.num_own)
     left = query[plan.owner[own]] if per_query is None else per_query[own]
@@ -305,7 +322,9 @@ def _attend_unrolled(
         split_rows(cache.step0[1], ctx.query_lens),
         strict=True,
     )
-    return torch.cat([_own_and_step0(*parts, scale, window) for parts in per_document if len(parts[0])])
+    return torch.cat(
+        [_own_and_step0(*parts, scale, window) for parts in per_document if len(parts[0])]
+    )
 
 
 def _local_rows(cache: UnrollCache, lens: tuple[int, ...]) -> Tensor:
@@ -329,10 +348,14 @@ def _own_and_step0(
     """One document: softmax over the step-0 keys up to the row and the row's own keys of steps 1..j."""
     num_rows, num_keys, heads = len(query), len(key), key.shape[1]
     q = (query * scale).view(num_rows, heads, -1, query.shape[-1])  # [R, heads, G, d]
-    folded = q.permute(1, 2, 0, 3).flatten(1, 2)  # [heads, G * R, d]: no key is copied per query head
+    folded = q.permute(1, 2, 0, 3).flatten(
+        1, 2
+    )  # [heads, G * R, d]: no key is copied per query head
     past = torch.bmm(folded, key.permute(1, 2, 0)).unflatten(1, (-1, num_rows))
     distance = rows[:, None] - torch.arange(num_keys, device=rows.device)
-    hidden = distance < 0 if window is None else (distance < 0) | (distance + own_k.shape[1] >= window)
+    hidden = (
+        distance < 0 if window is None else (distance < 0) | (distance + own_k.shape[1] >= window)
+    )
     past = past.masked_fill(hidden, float("-inf"))  # [heads, G, R, T]
     mine = torch.einsum("rhgd,rjhd->hgrj", q, own_k)
     p = torch.softmax(torch.cat([past, mine], -1).float(), -1).to(value.dtype)

@@ -33,7 +33,9 @@ def read_prompts(path: Path, max_turns: int | None = None) -> list[Conversation]
     """
     rows = [_conversation(path, number, text) for number, text in _lines(path)]
     if not rows:
-        raise UserError(f"{path} holds no prompts; write one JSON object a line, such as {_EXAMPLE}")
+        raise UserError(
+            f"{path} holds no prompts; write one JSON object a line, such as {_EXAMPLE}"
+        )
     ids = [row.id for row in rows]
     if len(set(ids)) < len(ids):
         twice = next(i for i in ids if ids.count(i) > 1)
@@ -51,17 +53,23 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
                 if text.strip():
                     yield number, text
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} cannot be read ({error}); give a UTF-8 file of JSON lines") from None
+        raise UserError(
+            f"{path} cannot be read ({error}); give a UTF-8 file of JSON lines"
+        ) from None
 
 
 def _conversation(path: Path, number: int, text: str) -> Conversation:
     try:
         row = json.loads(text)
     except json.JSONDecodeError as error:
-        raise UserError(f"{path} line {number} is not JSON ({error}); correct or delete it") from None
+        raise UserError(
+            f"{path} line {number} is not JSON ({error}); correct or delete it"
+        ) from None
     turns = _turns(row) if isinstance(row, dict) else None
     if not turns or not all(turn.content.strip() for turn in turns):
-        raise UserError(f"{path} line {number} has no text for the user's turn; write it as {_EXAMPLE}")
+        raise UserError(
+            f"{path} line {number} has no text for the user's turn; write it as {_EXAMPLE}"
+        )
     name = row.get("id", row.get("question_id", hashlib.sha256(text.encode()).hexdigest()[:16]))
     return Conversation(str(name), str(row.get("category", "all")), turns)
 

@@ -62,7 +62,9 @@ class Proposal:
 
     token_ids: tuple[tuple[int, ...], ...]
     probs: Tensor | None = None  # [B, D, Vd]; None: every token was certain (q is a point mass)
-    vocab: Tensor | None = None  # [Vd] target id of each draft id; None: the target's own vocabulary
+    vocab: Tensor | None = (
+        None  # [Vd] target id of each draft id; None: the target's own vocabulary
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,7 +107,9 @@ class Draft(nn.Module):
     taps: tuple[str, ...] = ()
     num_kv_layers: int = 0
     max_draft_tokens: int | None = None  # None: any length
-    shares_prefix: bool = True  # pages of a common prefix suffice; False where memories matter as well
+    shares_prefix: bool = (
+        True  # pages of a common prefix suffice; False where memories matter as well
+    )
     vocab: Tensor | None = None  # [Vd] target ids, ascending
 
     def unroll(

@@ -45,9 +45,13 @@ class Contract:
     draft_vocab_size: int
 
 
-def contract(draft: Draft, target: Target, fingerprint: str, template: str, tokenizer: str) -> Contract:
+def contract(
+    draft: Draft, target: Target, fingerprint: str, template: str, tokenizer: str
+) -> Contract:
     """The contract of a head with its target, read off both."""
-    rope = getattr(target.config, "rope_parameters", None) or getattr(target.config, "rope_scaling", None)
+    rope = getattr(target.config, "rope_parameters", None) or getattr(
+        target.config, "rope_scaling", None
+    )
     return Contract(
         target.config.name_or_path or target.path,
         fingerprint,
@@ -60,7 +64,10 @@ def contract(draft: Draft, target: Target, fingerprint: str, template: str, toke
         dict(rope or {}),
         ("embedding", "feature"),
         "row t at unrolled step j sits at position t + j",
-        {"embedding": _hash(target.embed(torch.arange(64))), "lm_head": _hash(target.head_weight[:64])},
+        {
+            "embedding": _hash(target.embed(torch.arange(64))),
+            "lm_head": _hash(target.head_weight[:64]),
+        },
         len(draft.vocab) if draft.vocab is not None else target.vocab_size,
     )
 
@@ -103,7 +110,9 @@ def load_draft(folder: Path, target: Target) -> Draft:
         draft.load_state_dict(tensors)
     except RuntimeError as error:
         line = str(error).splitlines()[-1].strip()
-        raise UserError(f"{folder} does not fit target {target.path} ({line}); validate it with its own") from None
+        raise UserError(
+            f"{folder} does not fit target {target.path} ({line}); validate it with its own"
+        ) from None
     return draft.eval().requires_grad_(False)
 
 
@@ -116,5 +125,7 @@ def load_contract(folder: Path) -> Contract:
 def _config(folder: Path, raw: dict[str, object]) -> HeadConfig:
     module, _, name = str(raw.pop("_target_", "")).rpartition(".")
     if not module.startswith("mtptrain.drafts."):
-        raise UserError(f"{folder}/config.json names {module!r}, which is no draft of mtptrain; export it again")
+        raise UserError(
+            f"{folder}/config.json names {module!r}, which is no draft of mtptrain; export it again"
+        )
     return getattr(importlib.import_module(module), name)(**raw)

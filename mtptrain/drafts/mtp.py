@@ -47,7 +47,9 @@ class MTPConfig(HeadConfig):
         if self.norms not in ("restored", "none"):
             raise UserError(f"draft.norms={self.norms} is unknown; use restored or none")
         if self.depth < 1:
-            raise UserError(f"draft.depth={self.depth} is too small; use 1 (shared) or the number of modules")
+            raise UserError(
+                f"draft.depth={self.depth} is too small; use 1 (shared) or the number of modules"
+            )
 
     def build(self, target: Target) -> MTP:
         return MTP(self, target)
@@ -130,7 +132,9 @@ class MTP(Draft):
         assert isinstance(module, MTPModule)
         return module
 
-    def _run(self, step: int, ids: Tensor, state: Tensor, positions: Tensor, ctx: ForwardContext) -> Tensor:
+    def _run(
+        self, step: int, ids: Tensor, state: Tensor, positions: Tensor, ctx: ForwardContext
+    ) -> Tensor:
         embedding = self.target.embed(ids)
         rotary = self.target.position_embeddings(embedding, positions)
         return self._module(step)(embedding, state, rotary, ctx)
@@ -158,7 +162,9 @@ class MTP(Draft):
         rows = (chain[1] if len(chain) > 1 else chain[0] & False).nonzero().squeeze(1)
         cache = UnrollCache(rows, _per_document(rows, batch.cu_seqlens))
         ctx = ForwardContext(backend, lens, unroll=cache)
-        states = self._run(0, _ahead(batch.input_ids, 1), self._state(batch.features), position, ctx)
+        states = self._run(
+            0, _ahead(batch.input_ids, 1), self._state(batch.features), position, ctx
+        )
         first = chain[0].nonzero().squeeze(1)
         yield UnrollStep(states[first], first + 1, first + 2)
         states, cache.mode = states[rows], "extend"
@@ -238,7 +244,11 @@ class MTP(Draft):
         lens = [len(x) for x in states]
         ahead = 1 if self.config.depth == 1 else 1 + step
         shift = ahead - 1
-        tokens = [t for x, p, n in zip(ids, places, lens, strict=True) for t in x[p + ahead : p + ahead + n]]
+        tokens = [
+            t
+            for x, p, n in zip(ids, places, lens, strict=True)
+            for t in x[p + ahead : p + ahead + n]
+        ]
         positions = [p + shift + i for p, n in zip(places, lens, strict=True) for i in range(n)]
         on = rows.features.device
         ctx = rows.pages.context(places, lens)

@@ -8,7 +8,8 @@ reference that speculation must equal. It gives up streaming: a completion is ha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence as Seq
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from time import perf_counter
 
@@ -51,14 +52,18 @@ class Engine:
     ) -> None:
         if draft is not None and capture_taps:
             raise ValueError("features are captured in plain decoding only")
-        if draft is not None and not 1 <= limits.num_draft_tokens <= (draft.max_draft_tokens or 1 << 30):
+        if draft is not None and not 1 <= limits.num_draft_tokens <= (
+            draft.max_draft_tokens or 1 << 30
+        ):
             raise UserError(
                 f"num_draft_tokens={limits.num_draft_tokens} does not fit this draft; use 1 to "
                 f"{draft.max_draft_tokens or 'any number'}"
             )
         self.target, self.draft, self.limits, self.eos_ids = target, draft, limits, eos_ids
         self.capture = bool(capture_taps)
-        self.runner = ModelRunner(target, draft, backend, limits, draft.taps if draft else capture_taps)
+        self.runner = ModelRunner(
+            target, draft, backend, limits, draft.taps if draft else capture_taps
+        )
         self.times = EngineTimes()
 
     def generate(
@@ -143,9 +148,13 @@ class Engine:
         features = out.features.split(lens)
         accepted = [a for a, _ in verdicts]
         self._advance(
-            sequences, [a + 1 for a in accepted], [f[: a + 1] for f, a in zip(features, accepted, strict=True)]
+            sequences,
+            [a + 1 for a in accepted],
+            [f[: a + 1] for f, a in zip(features, accepted, strict=True)],
         )
-        for sequence, chain, (a, token) in zip(sequences, proposal.token_ids, verdicts, strict=True):
+        for sequence, chain, (a, token) in zip(
+            sequences, proposal.token_ids, verdicts, strict=True
+        ):
             self._emit(sequence, chain, a, token)
 
     def _emit(self, sequence: Sequence, chain: tuple[int, ...], accepted: int, token: int) -> None:

@@ -51,7 +51,9 @@ class ModelRunner:
             target.device,
         )
 
-    def context(self, sequences: Seq[Sequence], first_rows: Seq[int], lens: Seq[int]) -> ForwardContext:
+    def context(
+        self, sequences: Seq[Sequence], first_rows: Seq[int], lens: Seq[int]
+    ) -> ForwardContext:
         """Rows first..first + len - 1 of each sequence; sequences without rows are left out."""
         busy = [(s, a, n) for s, a, n in zip(sequences, first_rows, lens, strict=True) if n]
         tables = tuple(torch.tensor(s.pages) for s, _, _ in busy)
@@ -76,7 +78,9 @@ class ModelRunner:
         first, lens = [s.kv_len for s in sequences], [len(r) for r in rows]
         on = self.target.device
         ids = torch.tensor([t for r in rows for t in r], device=on)
-        positions = torch.cat([torch.arange(a, a + n) for a, n in zip(first, lens, strict=True)]).to(on)
+        positions = torch.cat(
+            [torch.arange(a, a + n) for a, n in zip(first, lens, strict=True)]
+        ).to(on)
         return self.target.forward(ids, positions, self.context(sequences, first, lens), self.taps)
 
     def true_rows(self, sequences: Seq[Sequence], lens: Seq[int]) -> TrueRows:
@@ -91,7 +95,9 @@ class ModelRunner:
             tuple(s.memory for s in sequences),
         )
 
-    def store_features(self, sequences: Seq[Sequence], features: Seq[Tensor], capture: bool) -> None:
+    def store_features(
+        self, sequences: Seq[Sequence], features: Seq[Tensor], capture: bool
+    ) -> None:
         """Hands each sequence the features of its new rows; call after `kv_len` has moved."""
         for sequence, rows in zip(sequences, features, strict=True):
             if self.draft is not None:

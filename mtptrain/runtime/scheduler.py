@@ -46,7 +46,9 @@ class Sequence:
     kv_len: int = 0
     draft_len: int = 0
     pending: list[Tensor] = field(default_factory=list)  # features of rows draft_len..kv_len
-    kept: list[Tensor] = field(default_factory=list)  # features of all rows, where capture asks for them
+    kept: list[Tensor] = field(
+        default_factory=list
+    )  # features of all rows, where capture asks for them
     memory: dict[str, Any] = field(default_factory=dict)
     passes: list[VerifyPass] = field(default_factory=list)
     decode_steps: int = 0
@@ -88,11 +90,17 @@ class Scheduler:
     """Holds the waiting and the running sequences and their pages."""
 
     def __init__(
-        self, requests: Seq[Request], params: SamplingParams, limits: EngineLimits, share_prefix: bool
+        self,
+        requests: Seq[Request],
+        params: SamplingParams,
+        limits: EngineLimits,
+        share_prefix: bool,
     ) -> None:
         self.limits, self.share_prefix = limits, share_prefix
         self.book = PageBook(limits.num_pages, limits.page_size)
-        self.page_features: dict[int, Tensor] = {}  # of published pages, where capture asks for them
+        self.page_features: dict[
+            int, Tensor
+        ] = {}  # of published pages, where capture asks for them
         self.waiting = deque(
             Sequence(r, i, params, list(r.prompt_ids), generator(params.seed, i))
             for i, r in enumerate(requests)
@@ -114,7 +122,9 @@ class Scheduler:
             self._start(self.waiting.popleft(), needed)
 
     def _most_pages(self, sequence: Sequence) -> int:
-        rows = sequence.num_prompt + sequence.params.max_new_tokens + self.limits.num_draft_tokens + 1
+        rows = (
+            sequence.num_prompt + sequence.params.max_new_tokens + self.limits.num_draft_tokens + 1
+        )
         return -(-rows // self.limits.page_size)
 
     def _start(self, sequence: Sequence, needed: int) -> None:

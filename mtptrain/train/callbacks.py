@@ -47,7 +47,12 @@ class StopAtNonFinite(L.Callback):
     """A loss that is not finite ends the run at once: what follows would be noise."""
 
     def on_train_batch_end(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+        self,
+        trainer: L.Trainer,
+        pl_module: L.LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
     ) -> None:
         loss = outputs["loss"] if isinstance(outputs, dict) else outputs
         if isinstance(loss, Tensor) and not bool(torch.isfinite(loss)):
@@ -59,10 +64,19 @@ class StopAtNonFinite(L.Callback):
 class HeldOutCurve(L.Callback):
     """Simulated acceptance length on held-out samples at `points` moments, against supervised rows."""
 
-    def __init__(self, data: StoreData, backend: AttentionBackend, num_draft_tokens: int, points: int) -> None:
-        self.data, self.backend, self.num_draft_tokens, self.points = data, backend, num_draft_tokens, points
+    def __init__(
+        self, data: StoreData, backend: AttentionBackend, num_draft_tokens: int, points: int
+    ) -> None:
+        self.data, self.backend, self.num_draft_tokens, self.points = (
+            data,
+            backend,
+            num_draft_tokens,
+            points,
+        )
 
-    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *args: Any) -> None:
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, *args: Any
+    ) -> None:
         assert isinstance(pl_module, DraftModule)
         if not self.points or not self.data.held_out:
             return

@@ -36,7 +36,7 @@ class TapColumns:
         missing = [t for t in (*taps, "final") if t not in places]
         if missing:
             raise UserError(
-                f"the feature store holds {sorted(places)} and not {missing}; capture again with draft.taps={list(taps)}"
+                f"the feature store holds {sorted(places)}, not {missing}; capture again with draft.taps={list(taps)}"
             )
         return cls(tuple(places[t] for t in taps), places["final"])
 

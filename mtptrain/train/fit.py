@@ -70,7 +70,12 @@ def fit_draft(
     if data.batches.start < steps:
         curve = HeldOutCurve(data, backend, num_draft_tokens, settings.curve_points)
         trainer = _trainer(settings, folder, [curve])
-        trainer.fit(module, datamodule=data, ckpt_path=str(checkpoint) if resume else None, weights_only=True)
+        trainer.fit(
+            module,
+            datamodule=data,
+            ckpt_path=str(checkpoint) if resume else None,
+            weights_only=True,
+        )
         plot_curves(folder / "metrics.csv", folder / "curves.png")
     else:  # killed between its last checkpoint and the end of the stage
         module.load_state_dict(resume["state_dict"])

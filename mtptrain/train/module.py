@@ -45,7 +45,10 @@ class TrainSettings:
     wandb_mode: Literal["offline", "online"]
 
     def __post_init__(self) -> None:
-        for key, allowed in {"optimizer": ("adamw", "muon"), "supervise": ("assistant", "all")}.items():
+        for key, allowed in {
+            "optimizer": ("adamw", "muon"),
+            "supervise": ("assistant", "all"),
+        }.items():
             if getattr(self, key) not in allowed:
                 raise UserError(
                     f"train.{key}={getattr(self, key)} is unknown; use {' or '.join(allowed)}"
@@ -102,7 +105,9 @@ class DraftModule(L.LightningModule):
     def _log(self, loss: Tensor, sums: LossSums) -> None:
         count = sums.count.clamp(min=1)
         values: dict[str, Any] = {"loss": loss, "supervised_rows": float(self.supervised_rows)}
-        for j, (a, g) in enumerate(zip(sums.acceptance / count, sums.agreement / count, strict=True)):
+        for j, (a, g) in enumerate(
+            zip(sums.acceptance / count, sums.agreement / count, strict=True)
+        ):
             values |= {f"acceptance_{j}": a, f"agreement_{j}": g}
         self.log_dict({f"train/{k}": v for k, v in values.items()}, batch_size=1)
 

@@ -17,7 +17,9 @@ SAMPLED_ROWS = 16_384
 CHUNK_ROWS = 128
 
 
-def choose_vocabulary(store: FeatureStore, final: slice, target: Target, size: int) -> tuple[int, ...]:
+def choose_vocabulary(
+    store: FeatureStore, final: slice, target: Target, size: int
+) -> tuple[int, ...]:
     """The `size` heaviest token ids, ascending; all ids (an empty tuple) where size is 0 or at least V.
 
     `final` is the place of the `final` tap in a feature row.

@@ -96,7 +96,9 @@ def replay(
     sampled = None
     if settings.sampled and temperature == 0:
         sampled, _ = together(1.0, "draft and target, T=1")
-    walked = measure_acceptance(list(simulate(draft, plain, num_draft_tokens, backend)), num_draft_tokens)
+    walked = measure_acceptance(
+        list(simulate(draft, plain, num_draft_tokens, backend)), num_draft_tokens
+    )
     ngram = measure_acceptance(list(simulate_ngram(plain, num_draft_tokens)), num_draft_tokens)
     return assemble(
         run,

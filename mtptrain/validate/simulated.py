@@ -67,7 +67,10 @@ def walk(request: Request, output_ids: tuple[int, ...], propose: Propose) -> Com
 
 
 def simulate(
-    draft: Draft, completions: Sequence[Completion], num_draft_tokens: int, backend: AttentionBackend
+    draft: Draft,
+    completions: Sequence[Completion],
+    num_draft_tokens: int,
+    backend: AttentionBackend,
 ) -> Iterator[Completion]:
     """The walk of a learned draft over plain greedy completions with features of its taps and `final` last."""
     for completion in completions:
@@ -84,13 +87,17 @@ def simulate(
         )
 
 
-def simulate_ngram(completions: Sequence[Completion], num_draft_tokens: int) -> Iterator[Completion]:
+def simulate_ngram(
+    completions: Sequence[Completion], num_draft_tokens: int
+) -> Iterator[Completion]:
     """The walk of prompt lookup, which needs tokens only."""
     for completion in completions:
         ids = [*completion.request.prompt_ids, *completion.output_ids]
         index = NgramIndex(NgramConfig())
 
-        def propose(newest: int, ids: list[int] = ids, index: NgramIndex = index) -> tuple[int, int]:
+        def propose(
+            newest: int, ids: list[int] = ids, index: NgramIndex = index
+        ) -> tuple[int, int]:
             known = ids[: newest + 1]
             index.extend(known)
             chain = index.lookup(known, num_draft_tokens)
