@@ -46,7 +46,7 @@ class Chat:
         ids = self.tokenizer.apply_chat_template(
             messages, add_generation_prompt=True, tokenize=True, return_dict=False
         )
-        return tuple(ids)  # pyright: ignore[reportArgumentType]
+        return tuple(int(i) for i in ids)  # pyright: ignore[reportArgumentType]
 
     def text(self, ids: Sequence[int]) -> str:
         """The answer as a user sees it, without special tokens."""
@@ -68,7 +68,8 @@ def _eos_ids(folder: Path, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]
     except OSError:
         eos = None
     eos = tokenizer.eos_token_id if eos is None else eos
-    return frozenset(eos if isinstance(eos, list) else [] if eos is None else [eos])
+    ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
+    return frozenset(int(i) for i in ids)
 
 
 def _hash(value: object) -> str:

@@ -45,6 +45,7 @@ from mtptrain.targets.gguf import resolve
 from mtptrain.train.fit import fit_draft
 from mtptrain.train.module import TrainSettings
 from mtptrain.types import Completion, Conversation, UserError
+from mtptrain.validate.model_card import write_model_card
 from mtptrain.validate.replay import ReplaySettings, replay
 from mtptrain.validate.report import load_report, summary_line, write_report
 
@@ -291,6 +292,7 @@ def validate(session: Session) -> None:
             ),
         )
         write_report(report, session.run_dir)
+        write_model_card(session.draft_folder, report)
         stage.complete(
             session.validate_key, acceptance_length=report.acceptance_length.value or 0.0
         )

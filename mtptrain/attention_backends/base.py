@@ -123,8 +123,8 @@ def _attention(
             "does not compute; choose another target family"
         )
     layer = int(module.layer_idx)  # pyright: ignore[reportArgumentType]
-    packed = (x[0].transpose(0, 1) for x in (query, key, value))
-    out = ctx.backend.attend(*packed, ctx, layer, scaling, sliding_window)
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    out = ctx.backend.attend(q, k, v, ctx, layer, scaling, sliding_window)
     return out[None], None
 
 

@@ -313,18 +313,17 @@ def _attend_unrolled(
     assert cache.step0 is not None, "step 0 records its keys before a later step reads them"
     cache.own.append((key, value))
     own_k, own_v = (torch.stack(x, dim=1) for x in zip(*cache.own, strict=True))  # [R, j, heads, d]
-    per_document = zip(
-        split_rows(query, cache.rows_per_document),
-        split_rows(own_k, cache.rows_per_document),
-        split_rows(own_v, cache.rows_per_document),
-        split_rows(_local_rows(cache, ctx.query_lens), cache.rows_per_document),
-        split_rows(cache.step0[0], ctx.query_lens),
-        split_rows(cache.step0[1], ctx.query_lens),
-        strict=True,
+    rows = _local_rows(cache, ctx.query_lens)
+    mine = zip(
+        *(split_rows(x, cache.rows_per_document) for x in (query, own_k, own_v, rows)), strict=True
     )
-    return torch.cat(
-        [_own_and_step0(*parts, scale, window) for parts in per_document if len(parts[0])]
-    )
+    step0 = zip(*(split_rows(x, ctx.query_lens) for x in cache.step0), strict=True)
+    out = [
+        _own_and_step0(q, ok, ov, r, k, v, scale, window)
+        for (q, ok, ov, r), (k, v) in zip(mine, step0, strict=True)
+        if len(q)
+    ]
+    return torch.cat(out) if out else torch.zeros_like(query)
 
 
 def _local_rows(cache: UnrollCache, lens: tuple[int, ...]) -> Tensor:

@@ -103,7 +103,7 @@ class HeadConfig(DraftConfig):
 class Draft(nn.Module):
     """Base of every draft. `taps` names the features it reads, `num_kv_layers` its layers in the pool."""
 
-    config: DraftConfig
+    config: Any  # the DraftConfig it was built from; each mechanism has its own class
     taps: tuple[str, ...] = ()
     num_kv_layers: int = 0
     max_draft_tokens: int | None = None  # None: any length

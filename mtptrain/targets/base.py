@@ -57,8 +57,8 @@ class Target:
         name = register()
         try:
             config = AutoConfig.from_pretrained(folder)
-            model = AutoModelForCausalLM.from_pretrained(
-                folder, config=config, dtype=getattr(torch, dtype), attn_implementation=name
+            model: Any = AutoModelForCausalLM.from_pretrained(
+                str(folder), config=config, dtype=getattr(torch, dtype), attn_implementation=name
             )
         except (OSError, ValueError, KeyError) as error:
             reason = str(error).strip().splitlines()[0]

@@ -33,7 +33,14 @@ class ShowProgress(L.Callback):
         shown = progress("train", total, unit="steps", done=trainer.global_step)
         self.bar: Progress | None = self.stack.enter_context(shown)
 
-    def on_train_batch_end(self, *args: Any) -> None:
+    def on_train_batch_end(
+        self,
+        trainer: L.Trainer,
+        pl_module: L.LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+    ) -> None:
         if self.bar is not None:
             self.bar.advance()
 
@@ -75,7 +82,12 @@ class HeldOutCurve(L.Callback):
         )
 
     def on_train_batch_end(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, *args: Any
+        self,
+        trainer: L.Trainer,
+        pl_module: L.LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
     ) -> None:
         assert isinstance(pl_module, DraftModule)
         if not self.points or not self.data.held_out:

@@ -15,7 +15,7 @@ from typing import Any
 import lightning as L
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.loggers import CSVLogger, Logger, WandbLogger
+from lightning.pytorch.loggers import Logger, WandbLogger
 
 from hidden_state_cache import FeatureStore
 from mtptrain.attention_backends.base import AttentionBackend
@@ -24,6 +24,7 @@ from mtptrain.losses.base import FeatureLoss, VocabLoss
 from mtptrain.targets.base import Target
 from mtptrain.train.callbacks import HeldOutCurve, ShowProgress, StopAtNonFinite, plot_curves
 from mtptrain.train.data import StoreData, TapColumns
+from mtptrain.train.metrics import MetricsCsv
 from mtptrain.train.module import DraftModule, TrainSettings
 from mtptrain.train.vocabulary import choose_vocabulary
 
@@ -69,7 +70,7 @@ def fit_draft(
     module = DraftModule(draft, loss, settings, backend, target.vocab_size, steps)
     if data.batches.start < steps:
         curve = HeldOutCurve(data, backend, num_draft_tokens, settings.curve_points)
-        trainer = _trainer(settings, folder, [curve])
+        trainer = _trainer(settings, folder, data.batches.start, [curve])
         trainer.fit(
             module,
             datamodule=data,
@@ -87,7 +88,9 @@ def _load(checkpoint: Path) -> dict[str, Any]:
     return torch.load(checkpoint, weights_only=True) if checkpoint.exists() else {}
 
 
-def _trainer(settings: TrainSettings, folder: Path, extra: Sequence[L.Callback]) -> L.Trainer:
+def _trainer(
+    settings: TrainSettings, folder: Path, start: int, extra: Sequence[L.Callback]
+) -> L.Trainer:
     save = ModelCheckpoint(
         dirpath=folder / "checkpoints",
         every_n_train_steps=settings.checkpoint_every,
@@ -101,7 +104,7 @@ def _trainer(settings: TrainSettings, folder: Path, extra: Sequence[L.Callback])
         max_epochs=1,
         gradient_clip_val=settings.clip or None,
         callbacks=[*extra, StopAtNonFinite(), ShowProgress(), save],
-        logger=_loggers(settings, folder),
+        logger=_loggers(settings, folder, start),
         log_every_n_steps=10,
         enable_progress_bar=False,
         enable_model_summary=False,
@@ -109,8 +112,8 @@ def _trainer(settings: TrainSettings, folder: Path, extra: Sequence[L.Callback])
     )
 
 
-def _loggers(settings: TrainSettings, folder: Path) -> list[Logger]:
-    loggers: list[Logger] = [CSVLogger(folder, name="", version="")]
+def _loggers(settings: TrainSettings, folder: Path, start: int) -> list[Logger]:
+    loggers: list[Logger] = [MetricsCsv(folder / "metrics.csv", start)]
     if settings.wandb:
         offline = settings.wandb_mode == "offline"
         loggers.append(WandbLogger(project="mtptrain", save_dir=folder, offline=offline))
