@@ -20,8 +20,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-# Elements of a block: in cache on CPU; elsewhere large enough to make kernel launches cheap.
-_CPU_BLOCK_ELEMENTS, _BLOCK_ELEMENTS = 2**19, 2**26
+# Elements of a block: a thread's share stays in cache on CPU; elsewhere, launches stay cheap.
+_BLOCK_ELEMENTS_PER_THREAD, _BLOCK_ELEMENTS = 2**19, 2**26
 
 
 @dataclass(frozen=True)
@@ -226,6 +226,12 @@ class _Found:
         return _Found(self.losses[:, part], self.grads[:, part], *rowwise)
 
 
+def _block_rows(head_weight: Tensor) -> int:
+    on_cpu = head_weight.device.type == "cpu"
+    limit = _BLOCK_ELEMENTS_PER_THREAD * torch.get_num_threads() if on_cpu else _BLOCK_ELEMENTS
+    return max(1, limit // len(head_weight))
+
+
 def _slices(total: int, step: int) -> list[slice]:
     return [slice(start, min(start + step, total)) for start in range(0, total, step)]
 
@@ -269,8 +275,7 @@ def _chunk(
 
     back [C] are rows of target_logits.
     """
-    limit = _CPU_BLOCK_ELEMENTS if labels.device.type == "cpu" else _BLOCK_ELEMENTS
-    for cut in _slices(len(back), max(1, limit // len(head.weight))):
+    for cut in _slices(len(back), _block_rows(head.weight)):
         block = _compare(head, target_logits, back[cut], term_buffers[0, cut], labels[cut])
         _fill(loss.terms(block), block, term_buffers[:, cut], found.at(cut))
     for grad_states, grad_logits in zip(found.grads, term_buffers, strict=True):

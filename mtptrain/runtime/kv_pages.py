@@ -71,7 +71,8 @@ class PageBook:
         heapq.heappush(self._free, page)
 
     def release(self, pages: Sequence[int]) -> None:
-        for page in pages:
+        """Pages of one sequence, in its order; the deepest is idle first, for without its parents it is lost."""
+        for page in reversed(pages):
             self._users[page] -= 1
             if self._users[page] == 0:
                 if page in self._node_of:

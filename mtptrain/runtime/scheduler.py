@@ -106,20 +106,25 @@ class Scheduler:
             for i, r in enumerate(requests)
         )
         self.running: list[Sequence] = []
+        for sequence in self.waiting:
+            self._check_fits(sequence)
 
     def admit(self) -> None:
         """Moves waiting sequences into the batch while there is room and there are pages."""
         while self.waiting and len(self.running) < self.limits.max_batch:
-            sequence = self.waiting[0]
-            needed = self._most_pages(sequence)
-            if needed > self.limits.num_pages:
-                raise UserError(
-                    f"prompt {sequence.request.id} of {sequence.num_prompt} tokens needs {needed} KV pages and the "
-                    f"pool has {self.limits.num_pages}; shorten it or raise num_pages"
-                )
+            needed = self._most_pages(self.waiting[0])
             if needed > self.book.available - sum(s.reserved for s in self.running):
                 return
             self._start(self.waiting.popleft(), needed)
+
+    def _check_fits(self, sequence: Sequence) -> None:
+        """Before anything runs: the prompt may be the last of thousands."""
+        needed = self._most_pages(sequence)
+        if needed > self.limits.num_pages:
+            raise UserError(
+                f"prompt {sequence.request.id} of {sequence.num_prompt} tokens needs {needed} KV pages and the "
+                f"pool has {self.limits.num_pages}; shorten it or raise runtime.kv_tokens"
+            )
 
     def _most_pages(self, sequence: Sequence) -> int:
         rows = (

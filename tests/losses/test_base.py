@@ -150,7 +150,7 @@ def test_small_blocks(loss: VocabLoss, monkeypatch: pytest.MonkeyPatch) -> None:
     draft, target, labels, weights, head = _inputs()
     index = torch.arange(R) // 3
     whole = compute(loss, draft, target, labels, weights, head, target_rows=index)
-    monkeypatch.setattr("mtptrain.losses.base._CPU_BLOCK_ELEMENTS", 4 * V)
+    monkeypatch.setattr("mtptrain.losses.base._BLOCK_ELEMENTS_PER_THREAD", 4 * V)
     cut = compute(loss, draft, target, labels, weights, head, target_rows=index, chunk_rows=17)
     torch.testing.assert_close(cut.loss, whole.loss)
     torch.testing.assert_close(_grad(cut, draft), _grad(whole, draft), rtol=1e-4, atol=1e-6)

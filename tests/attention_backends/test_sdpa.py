@@ -1,0 +1,286 @@
+"""The reference backend: plain forwards reproduced packed, paged and unrolled, without copied keys."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    MistralConfig,
+    PretrainedConfig,
+    Qwen3Config,
+)
+
+from mtptrain.attention_backends.base import (
+    AttentionBackend,
+    ForwardContext,
+    PagedBatch,
+    UnrollCache,
+    register,
+)
+from mtptrain.attention_backends.sdpa import MAX_DECODE_QUERIES, PagePlan, SdpaBackend
+from mtptrain.runtime.kv_pages import KVPool
+from mtptrain.targets.base import Target
+from mtptrain.types import UserError
+
+SHAPE = {
+    "vocab_size": 97,
+    "hidden_size": 48,
+    "intermediate_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 256,
+}
+FAMILIES = {
+    "grouped": LlamaConfig(**SHAPE),
+    "qk-norm": Qwen3Config(**SHAPE),
+    "window": MistralConfig(**SHAPE, sliding_window=7),
+}
+every_family = pytest.mark.parametrize("family", FAMILIES)
+SIZE = 4  # rows of a page
+HEADS, GROUPS = 2, 8  # of the test that watches allocations
+
+
+def _pair(config: PretrainedConfig) -> tuple[Any, Target]:
+    """The same random weights in transformers alone and as a target."""
+    torch.manual_seed(0)
+    plain = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    for p in plain.parameters():
+        torch.nn.init.normal_(p, std=0.3)  # large enough that attention is not flat
+    return plain, Target(copy.deepcopy(plain))
+
+
+def _plain_final(plain: Any, ids: Tensor) -> Tensor:
+    with torch.no_grad():
+        return plain.model(input_ids=ids[None]).last_hidden_state[0]
+
+
+class Paged:
+    """Feeds rows of sequences to a target over scattered pages, as the runtime would."""
+
+    def __init__(self, target: Target, tables: Sequence[Sequence[int]]) -> None:
+        self.target, self.tables = target, [torch.tensor(t) for t in tables]
+        shapes = [target.kv_shape()] * target.num_layers
+        self.pool, self.backend = KVPool(40, SIZE, shapes), SdpaBackend()
+
+    def batch(self, rows: dict[int, tuple[int, int]]) -> tuple[PagedBatch, list[int]]:
+        """`rows`: sequence -> (first row, one behind the last)."""
+        tables = [self.tables[s] for s in rows]
+        places = [torch.arange(a, b) for a, b in rows.values()]
+        slots = [t[p // SIZE] * SIZE + p % SIZE for t, p in zip(tables, places, strict=True)]
+        kv_lens = tuple(b for _, b in rows.values())
+        keys, values = self.pool.keys, self.pool.values
+        batch = PagedBatch(keys, values, SIZE, tuple(tables), kv_lens, torch.cat(slots))
+        return batch, [b - a for a, b in rows.values()]
+
+    def run(self, ids: Sequence[Tensor], rows: dict[int, tuple[int, int]]) -> dict[int, Tensor]:
+        batch, lens = self.batch(rows)
+        ctx = ForwardContext.over_pages(self.backend, lens, batch)
+        tokens = torch.cat([ids[s][a:b] for s, (a, b) in rows.items()])
+        positions = torch.cat([torch.arange(a, b) for a, b in rows.values()])
+        out = self.target.forward(tokens, positions, ctx, ("final",)).final
+        return dict(zip(rows, out.split(lens), strict=True))
+
+
+@every_family
+def test_packed_documents_equal_plain_forwards(family: str, backend: AttentionBackend) -> None:
+    """Documents packed into one row give what each gives alone in transformers."""
+    plain, target = _pair(FAMILIES[family])
+    lens = [1, 19, 8, 33]
+    ids = torch.randint(0, 97, (sum(lens),))
+    positions = torch.cat([torch.arange(n) for n in lens])
+    out = target.forward(ids, positions, ForwardContext.packed(backend, lens), ("final",)).final
+    for got, document in zip(out.split(lens), ids.split(lens), strict=True):
+        torch.testing.assert_close(got, _plain_final(plain, document), atol=2e-5, rtol=0)
+
+
+@every_family
+def test_chunks_decode_and_verify_equal_the_plain_forward(family: str) -> None:
+    """Prefill in chunks of any size, decode and ragged verify steps over scattered pages, two of them
+    shared, give the plain forward's rows."""
+    plain, target = _pair(FAMILIES[family])
+    head = torch.randint(0, 97, (2 * SIZE,))  # two full pages that both sequences begin with
+    ids = [torch.cat([head, torch.randint(0, 97, (n,))]) for n in (72, 30)]
+    tables = [[9, 3, *range(20, 39)], [9, 3, 0, 17, 1, 16, 2, 15, 4, 14, 5]]
+    paged, expected = Paged(target, tables), [_plain_final(plain, x) for x in ids]
+    chunk = 8 + MAX_DECODE_QUERIES + 8  # one sequence at a time
+    steps = [
+        {0: (0, 3)},
+        {0: (3, 8)},
+        {0: (8, chunk), 1: (8, 11)},  # the second starts behind the shared pages
+        {0: (chunk, 60), 1: (11, 20)},
+        {0: (60, 61), 1: (20, 21)},
+        {1: (21, 22)},
+        {0: (61, 66), 1: (22, 25)},
+        {1: (23, 29), 0: (62, 67)},  # rolled back: rows are written again, in another order
+    ]
+    for rows in steps:
+        for s, out in paged.run(ids, rows).items():
+            torch.testing.assert_close(out, expected[s][slice(*rows[s])], atol=2e-5, rtol=0)
+
+
+@pytest.mark.parametrize("window", [None, 6])
+@pytest.mark.parametrize("dense", [True, False])
+def test_both_paged_paths_agree(dense: bool, window: int | None) -> None:
+    """Pages as units of work and one call a sequence give the same, in a dense pool and in a sparse one."""
+    torch.manual_seed(1)
+    tables = [[0, 1, 3], [0, 5], [0, 1, 4]] if dense else [[0, 1, 30], [0, 39], [0, 1, 8]]
+    paged = Paged(_pair(FAMILIES["grouped"])[1], tables)
+    for pool in (*paged.pool.keys, *paged.pool.values):
+        pool.normal_()
+    batch, lens = paged.batch({0: (8, 11), 1: (4, 5), 2: (8, 12)})
+    plan = paged.backend.plan(tuple(lens), batch)
+    assert isinstance(plan, PagePlan) and (plan.pages is None) is dense and plan.shared
+    q, k, v = torch.randn(8, 6, 8), torch.randn(8, 2, 8), torch.randn(8, 2, 8)
+    outs = [
+        paged.backend.attend(q, k, v, ForwardContext(paged.backend, tuple(lens), batch, plan=p), 0, 0.4, window)
+        for p in (plan, None)
+    ]
+    torch.testing.assert_close(*outs, atol=1e-6, rtol=1e-5)
+
+
+def test_a_long_chunk_is_not_planned() -> None:
+    """One sequence with more rows than a verify pass has turns the step into calls a sequence."""
+    paged = Paged(_pair(FAMILIES["grouped"])[1], [range(20), [30]])
+    batch, lens = paged.batch({0: (0, MAX_DECODE_QUERIES + 1), 1: (0, 1)})
+    assert paged.backend.plan(tuple(lens), batch) is None
+
+
+class _Allocations(TorchDispatchMode):
+    """Remembers the largest tensor of storage of its own that any operation gave, and how far apart the
+    keys of neighbouring query heads lay when a fused kernel was called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.largest, self.group_strides = 0, list[int]()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        if "scaled_dot_product" in str(func):
+            self.group_strides += [args[1].view(HEADS, GROUPS, *args[1].shape[-2:]).stride(1)]
+        given = {a.untyped_storage().data_ptr() for a in args if isinstance(a, Tensor)}
+        result = func(*args, **(kwargs or {}))
+        for x in result if isinstance(result, tuple | list) else (result,):
+            if isinstance(x, Tensor) and x.untyped_storage().data_ptr() not in given:
+                self.largest = max(self.largest, x.untyped_storage().nbytes() // x.element_size())
+        return result
+
+
+@pytest.mark.parametrize("work", ["documents", "chunk", "decode", "unroll"])
+def test_keys_are_never_repeated_per_query_head(work: str, backend: AttentionBackend) -> None:
+    """No operation allocates [query heads, keys, head dimension], in any of the shapes of work, and fused
+    kernels read a stride-0 view."""
+    heads, groups, dim, keys = HEADS, GROUPS, 64, 512
+    whole = heads * groups * keys * dim
+    rows = {"documents": keys, "chunk": MAX_DECODE_QUERIES + 1, "decode": 2, "unroll": 3}[work]
+    q = torch.randn(rows, heads * groups, dim)
+    k, v = torch.randn(2, rows, heads, dim).unbind(0)
+    pool = KVPool(keys // 16, 16, [(heads, dim)])
+    table, slots = torch.arange(keys // 16), torch.arange(keys - rows, keys)
+    paged = PagedBatch(pool.keys, pool.values, 16, (table,), (keys,), slots)
+    lens = (keys,) if work in ("documents", "unroll") else (rows,)
+    ctx = ForwardContext.packed(backend, lens)
+    if work in ("chunk", "decode"):
+        ctx = ForwardContext.over_pages(backend, lens, paged)
+    elif work == "unroll":
+        own = UnrollCache(torch.arange(5, 5 + rows), (rows,), "extend")
+        own.step0 = (torch.randn(keys, heads, dim), torch.randn(keys, heads, dim))
+        ctx = replace(ctx, unroll=own)
+    with _Allocations() as seen:
+        backend.attend(q, k, v, ctx, 0, 0.1, None)
+    limit = whole if work == "documents" else whole // groups  # `whole`: the output itself
+    assert seen.largest <= limit
+    assert set(seen.group_strides) == ({0} if work in ("documents", "chunk") else set())
+
+
+# ---- unrolled training steps -----------------------------------------------------------------------------
+
+
+def _dense_unroll(
+    qkv: list[tuple[Tensor, Tensor, Tensor]], rows: list[Tensor], document: Tensor, window: int | None
+) -> list[Tensor]:
+    """One dense softmax with the mask of design 5.1 over [step-0 keys, every later step's keys]."""
+    at = [torch.arange(len(document)), *rows]  # token of each row, by step
+    token = torch.cat(at)
+    step = torch.cat([torch.full((len(r),), j) for j, r in enumerate(at)])
+    k, v = (torch.cat([x[i] for x in qkv]).repeat_interleave(3, 1) for i in (1, 2))
+    outs = []
+    for j, (q, _, _) in enumerate(qkv):
+        row = at[j][:, None]
+        past = (step == 0) & (token <= row) & (document[token] == document[row])
+        visible = past | ((step > 0) & (step <= j) & (token == row))
+        if window is not None:
+            visible &= (row + j) - (token + step) < window
+        scores = torch.einsum("qhd,khd->hqk", q, k) * 0.3
+        weights = scores.masked_fill(~visible, float("-inf")).softmax(-1)
+        outs.append(torch.einsum("hqk,khd->qhd", weights, v))
+    return outs
+
+
+@pytest.mark.parametrize("window", [None, 5])
+def test_unrolled_steps_equal_dense_attention(
+    window: int | None, backend: AttentionBackend
+) -> None:
+    """Step j of a row sees step-0 keys up to its row in its document and its own keys of steps 1..j; output
+    and gradients are those of dense attention with that mask, while rows drop out on the way."""
+    torch.manual_seed(2)
+    lens = (7, 4, 9)
+    document = torch.repeat_interleave(torch.arange(3), torch.tensor(lens))
+    rows = [torch.tensor(r) for r in ([2, 3, 4, 12, 15, 16], [3, 4, 12, 15], [3, 12])]
+    sizes = [20, *(len(r) for r in rows)]
+    qkv = [tuple(torch.randn(n, h, 8, requires_grad=True) for h in (6, 2, 2)) for n in sizes]
+    cache = UnrollCache(rows[0], (3, 0, 3))
+    ctx = ForwardContext(backend, lens, unroll=cache)
+    outs = [backend.attend(*qkv[0], ctx, 0, 0.3, window)]
+    cache.mode = "extend"
+    for j, mine in enumerate(qkv[1:]):
+        if j:
+            keep = torch.isin(rows[j - 1], rows[j])
+            cache.narrow(keep, ((2, 0, 2), (1, 0, 1))[j - 1])
+        outs.append(backend.attend(*mine, ctx, 0, 0.3, window))
+    expected = _dense_unroll(qkv, rows, document, window)
+    inputs = [x for step in qkv for x in step]
+    weights = [torch.randn_like(x) for x in expected]
+    gradients = [
+        torch.autograd.grad([(w * x).sum() for w, x in zip(weights, xs, strict=True)], inputs)
+        for xs in (outs, expected)
+    ]
+    for got, want in zip((*outs, *gradients[0]), (*expected, *gradients[1]), strict=True):
+        torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
+
+
+def test_an_unroll_whose_rows_have_all_ended_attends_nothing(backend: AttentionBackend) -> None:
+    """A step without rows gives an empty result instead of failing."""
+    cache = UnrollCache(torch.zeros(0, dtype=torch.long), (0,), "extend")
+    cache.step0 = (torch.randn(4, 2, 8), torch.randn(4, 2, 8))
+    q, k = torch.randn(0, 6, 8), torch.randn(0, 2, 8)
+    out = backend.attend(q, k, k, ForwardContext(backend, (4,), unroll=cache), 0, 0.3, None)
+    assert out.shape == (0, 6, 8)
+
+
+# ---- how networks reach it -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("asked", [{"softcap": 30.0}, {"s_aux": torch.zeros(6)}])
+def test_what_is_not_computed_is_refused(asked: dict[str, object], backend: AttentionBackend) -> None:
+    """A family with soft-capped logits or attention sinks is an error, never a silently wrong result."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    attention = ALL_ATTENTION_FUNCTIONS[register()]
+    module = torch.nn.Module()
+    module.layer_idx = 0  # pyright: ignore
+    q, k = torch.randn(1, 6, 3, 8), torch.randn(1, 2, 3, 8)
+    ctx = ForwardContext.packed(backend, [3])
+    with pytest.raises(UserError, match="sinks"):
+        attention(module, q, k, k, None, scaling=0.3, ctx=ctx, **asked)
