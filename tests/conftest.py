@@ -163,8 +163,7 @@ def answers(
     return engine.generate(requests, SamplingParams(max_new_tokens=40))
 
 
-def document(completion: Completion, taps: tuple[str, ...]) -> tuple[Tensor, ...]:
-    """What training sees of an answer: ids, features of `taps`, final, loss mask."""
+def _document(completion: Completion, taps: tuple[str, ...]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     assert completion.features is not None
     ids = torch.tensor(completion.request.prompt_ids + completion.output_ids)
     columns = dict(zip(TAPS, completion.features.clone().chunk(len(TAPS), -1), strict=True))
@@ -173,25 +172,30 @@ def document(completion: Completion, taps: tuple[str, ...]) -> tuple[Tensor, ...
     return ids, features, columns["final"], mask
 
 
-FitHead = Callable[..., Draft]
+@pytest.fixture(scope="session")
+def document() -> Callable[[Completion, tuple[str, ...]], tuple[Tensor, Tensor, Tensor, Tensor]]:
+    """What training sees of one of `answers`: ids, features of the asked taps, final, loss mask."""
+    return _document
 
 
 @pytest.fixture(scope="session")
-def fit_head(tiny_target: Target, backend: AttentionBackend, answers: list[Completion]) -> FitHead:
+def fit_head(
+    tiny_target: Target, backend: AttentionBackend, answers: list[Completion], settings: TrainSettings
+) -> Callable[..., Draft]:
     """Trains a head for seconds on `answers`, or on some of them; the same call gives the same head."""
     done: dict[object, Draft] = {}
 
     def fit(config: HeadConfig, steps: int = 60, unroll: int = 3, only: slice = slice(None)) -> Draft:
         key = (config, steps, unroll, str(only))
         if key not in done:
-            documents = [document(c, config.taps) for c in answers[only]]
-            done[key] = _fit(config.build(tiny_target), documents, steps, unroll)
+            documents = [_document(c, config.taps) for c in answers[only]]
+            done[key] = run(config.build(tiny_target), documents, steps, unroll)
         return done[key]
 
-    def _fit(draft: Draft, documents: list[Any], steps: int, unroll: int) -> Draft:
-        module = DraftModule(
-            draft, KL(), train_settings(unroll), backend, tiny_target.vocab_size, steps
-        )
+    def run(draft: Draft, documents: list[Any], steps: int, unroll: int) -> Draft:
+        how = replace(settings, unroll_steps=unroll)
+        module = DraftModule(draft, KL(), how, backend, tiny_target.vocab_size, steps)
+        module.log_dict = lambda *args, **kwargs: None  # pyright: ignore, there is no Trainer
         parts = module.configure_optimizers()
         optimizer, schedule = parts["optimizer"], parts["lr_scheduler"]["scheduler"]
         for step in range(steps):
@@ -205,9 +209,10 @@ def fit_head(tiny_target: Target, backend: AttentionBackend, answers: list[Compl
     return fit
 
 
-def train_settings(unroll_steps: int = 2, **changes: Any) -> TrainSettings:
+@pytest.fixture(scope="session")
+def settings() -> TrainSettings:
     """Settings that every test of training starts from."""
-    settings = TrainSettings(
+    return TrainSettings(
         epochs=1,
         batch_tokens=512,
         learning_rate=2e-3,
@@ -217,7 +222,7 @@ def train_settings(unroll_steps: int = 2, **changes: Any) -> TrainSettings:
         weight_decay=0.0,
         warmup=0.05,
         clip=1.0,
-        unroll_steps=unroll_steps,
+        unroll_steps=2,
         step_decay=0.9,
         supervise="assistant",
         held_out=0,
@@ -226,4 +231,3 @@ def train_settings(unroll_steps: int = 2, **changes: Any) -> TrainSettings:
         wandb=False,
         wandb_mode="offline",
     )
-    return replace(settings, **changes)

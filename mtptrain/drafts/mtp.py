@@ -242,6 +242,8 @@ class MTP(Draft):
         the token that follows the one the row's state has already seen.
         """
         lens = [len(x) for x in states]
+        if not any(lens):  # a prompt's first rows: every state still waits for its token
+            return states
         ahead = 1 if self.config.depth == 1 else 1 + step
         shift = ahead - 1
         tokens = [

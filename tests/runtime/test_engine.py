@@ -1,0 +1,378 @@
+"""Draft and target in lock-step: speculation changes the speed and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from mtptrain.attention_backends.base import AttentionBackend, ForwardContext
+from mtptrain.capture import capture_pass
+from mtptrain.chat import Chat
+from mtptrain.drafts.base import Draft, DraftConfig
+from mtptrain.drafts.mtp import MTPConfig
+from mtptrain.drafts.ngram import NgramConfig
+from mtptrain.runtime.engine import Engine
+from mtptrain.runtime.kv_pages import PageBook
+from mtptrain.runtime.scheduler import EngineLimits, Scheduler
+from mtptrain.targets.base import Target
+from mtptrain.types import Completion, Request, Sample, SamplingParams, UserError
+
+NEW = 24
+GREEDY = SamplingParams(max_new_tokens=NEW)
+TIGHT = EngineLimits(max_batch=3, max_prefill_tokens=7, page_size=4, num_pages=75)
+
+
+@dataclass(frozen=True)
+class Case:
+    config: DraftConfig
+    num_draft_tokens: int
+
+
+CASES = {
+    "shared module": Case(MTPConfig(), 4),
+    "one drafted token": Case(MTPConfig(), 1),
+    "three modules": Case(MTPConfig(depth=3), 3),
+    "fewer tokens than modules": Case(MTPConfig(depth=3), 2),
+    "several taps": Case(MTPConfig(taps=("layer.1", "final_prenorm", "final")), 3),
+    "reduced vocabulary": Case(MTPConfig(draft_vocab=tuple(range(0, 512, 2))), 3),
+    "prompt lookup": Case(NgramConfig(), 4),
+}
+every_case = pytest.mark.parametrize("name", CASES)
+every_limit = pytest.mark.parametrize(
+    ("limits", "first"),
+    [(EngineLimits(max_batch=1), 3), (EngineLimits(max_batch=8), 12), (TIGHT, 10)],
+    ids=["alone", "batch of eight", "tight"],
+)
+
+
+@pytest.fixture(scope="module")
+def run(
+    tiny_target: Target, tiny_chat: Chat, backend: AttentionBackend, fit_head: Callable[..., Draft]
+) -> Callable[..., list[Completion]]:
+    """Generates with the draft of a case, or with none; checks that no page is lost."""
+
+    def generate(
+        requests: list[Request],
+        limits: EngineLimits = EngineLimits(),
+        case: Case | None = None,
+        params: SamplingParams = GREEDY,
+        taps: tuple[str, ...] = (),
+    ) -> list[Completion]:
+        draft = None
+        if case is not None:
+            trained = isinstance(case.config, MTPConfig)
+            draft = fit_head(case.config) if trained else case.config.build(tiny_target)
+            limits = replace(limits, num_draft_tokens=case.num_draft_tokens)
+        engine = Engine(tiny_target, backend, limits, tiny_chat.eos_ids, draft, taps)
+        return engine.generate(requests, params)
+
+    return generate
+
+
+@pytest.fixture(scope="module")
+def reference(
+    plain_model: LlamaForCausalLM, tiny_chat: Chat, requests: list[Request]
+) -> list[tuple[int, ...]]:
+    """What transformers' own generate answers, one prompt at a time."""
+    outs = []
+    for request in requests[:12]:
+        ids = torch.tensor([request.prompt_ids])
+        out = plain_model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=NEW,
+            do_sample=False,
+            eos_token_id=list(tiny_chat.eos_ids),
+            pad_token_id=0,
+        )
+        outs.append(tuple(out[0, ids.shape[1] :].tolist()))
+    return outs
+
+
+def _tokens(completions: list[Completion]) -> list[tuple[int, ...]]:
+    return [c.output_ids for c in completions]
+
+
+# ---- greedy: identical tokens ----------------------------------------------------------------------------
+
+
+@every_limit
+def test_plain_greedy_is_transformers_generate(
+    run: Callable[..., list[Completion]],
+    requests: list[Request],
+    reference: list[tuple[int, ...]],
+    limits: EngineLimits,
+    first: int,
+) -> None:
+    """Token by token, alone, batched, and in chunks of seven rows over a pool that holds a few sequences."""
+    completions = run(requests[:first], limits)
+    assert _tokens(completions) == reference[:first]
+    assert [c.request for c in completions] == requests[:first]
+    whole = {len(c.output_ids) == NEW for c in completions if c.finish_reason == "length"}
+    assert whole <= {True}
+
+
+@every_case
+@every_limit
+def test_speculative_greedy_is_plain_greedy(
+    run: Callable[..., list[Completion]],
+    requests: list[Request],
+    reference: list[tuple[int, ...]],
+    limits: EngineLimits,
+    first: int,
+    name: str,
+) -> None:
+    """Any draft, any batch, chunk and pool size: the tokens are those of the target alone, although drafted
+    tokens are accepted here and rejected there, and sequences join and leave at every step."""
+    completions = run(requests[:first], limits, CASES[name])
+    assert _tokens(completions) == reference[:first]
+    accepted = {p.accepted for c in completions for p in c.passes}
+    assert max(accepted, default=0) <= CASES[name].num_draft_tokens
+    assert {0, 1} <= accepted or first < 10
+
+
+@every_case
+def test_counts_add_up(
+    run: Callable[..., list[Completion]], requests: list[Request], name: str
+) -> None:
+    """The first token comes from prefill; every later one from a decode step, which is a verify pass where
+    something was proposed."""
+    for completion in run(requests[:8], EngineLimits(max_batch=5), CASES[name]):
+        kept = sum(p.emitted for p in completion.passes)
+        alone = completion.decode_steps - len(completion.passes)
+        assert 1 + kept + alone == len(completion.output_ids)
+        assert all(0 < p.proposed for p in completion.passes)
+        whole = [p for p in completion.passes[:-1]]
+        assert all(p.emitted == p.accepted + 1 for p in whole)
+        if CASES[name].config != NgramConfig():
+            assert alone == 0
+
+
+def test_the_drafts_acceptance_does_not_depend_on_batch_or_chunks(
+    run: Callable[..., list[Completion]], requests: list[Request]
+) -> None:
+    """The passes themselves, not only the tokens, are the same alone, batched and in tiny chunks."""
+    for name in ("shared module", "three modules", "prompt lookup"):
+        alone, batched, tight = (
+            run(requests[:4], limits, CASES[name])
+            for limits in (EngineLimits(max_batch=1), EngineLimits(max_batch=8), TIGHT)
+        )
+        assert [c.passes for c in alone] == [c.passes for c in batched] == [c.passes for c in tight]
+
+
+def test_answers_end_inside_a_pass_at_their_length(
+    run: Callable[..., list[Completion]], requests: list[Request], reference: list[tuple[int, ...]]
+) -> None:
+    """Every length from 1 on is a prefix of the longer answer, with speculation as without."""
+    for length in range(1, 7):
+        params = replace(GREEDY, max_new_tokens=length)
+        for case in (None, CASES["shared module"]):
+            done = run(requests[:4], EngineLimits(), case, params)
+            assert _tokens(done) == [x[:length] for x in reference[:4]]
+
+
+@pytest.mark.parametrize("length", [1, 2, 3])
+@every_case
+def test_prompts_of_a_few_tokens(
+    run: Callable[..., list[Completion]], length: int, name: str
+) -> None:
+    """A prompt shorter than the draft's own depth decodes as the target alone does, in chunks of one row."""
+    requests = [Request(str(i), "all", (40 + i, 41, 42)[:length]) for i in range(3)]
+    limits = EngineLimits(max_prefill_tokens=1)
+    assert _tokens(run(requests, limits, CASES[name])) == _tokens(run(requests))
+
+
+# ---- shared pages and captured features ------------------------------------------------------------------
+
+
+def test_prompts_that_share_a_prefix_share_its_pages(
+    run: Callable[..., list[Completion]],
+    requests: list[Request],
+    reference: list[tuple[int, ...]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Later prompts start behind the system prompt that earlier ones have computed, and answer the same."""
+    found: list[int] = []
+    shared_prefix = PageBook.shared_prefix
+
+    def spy(book: PageBook, token_ids: tuple[int, ...]) -> list[int]:
+        pages = shared_prefix(book, token_ids)
+        found.append(len(pages))
+        return pages
+
+    monkeypatch.setattr(PageBook, "shared_prefix", spy)
+    for case in (None, CASES["shared module"]):
+        found.clear()
+        assert _tokens(run(requests[:8], TIGHT, case)) == reference[:8]
+        assert sum(n > 2 for n in found) >= 5
+    found.clear()
+    run(requests[:2], TIGHT, CASES["three modules"])
+    assert not found  # memories of a separate module are not in the pages
+
+
+@every_limit
+def test_captured_features_are_those_of_a_separate_pass(
+    run: Callable[..., list[Completion]],
+    requests: list[Request],
+    reference: list[tuple[int, ...]],
+    tiny_target: Target,
+    backend: AttentionBackend,
+    limits: EngineLimits,
+    first: int,
+) -> None:
+    """A row a token of prompt and answer, the last one included, equal to one forward over the whole text,
+    shared pages or not; and capturing changes no token."""
+    taps = ("layer.1", "final_prenorm", "final")
+    completions = run(requests[:first], limits, None, GREEDY, taps)
+    assert _tokens(completions) == reference[:first]
+    ids = [torch.tensor(c.request.prompt_ids + c.output_ids) for c in completions]
+    samples = [Sample("", "", x, torch.ones(len(x), dtype=torch.bool)) for x in ids]
+    rows = capture_pass(tiny_target, backend, taps, samples, max_tokens=256)
+    for completion, (sample, features) in zip(completions, rows, strict=True):
+        assert completion.features is not None
+        assert completion.features.shape == (len(sample.input_ids), 3 * tiny_target.hidden_size)
+        torch.testing.assert_close(completion.features, features, atol=1e-4, rtol=1e-4)
+
+
+def test_no_page_leaks(
+    run: Callable[..., list[Completion]], requests: list[Request], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a run every page of the pool can be dealt again."""
+    books: list[PageBook] = []
+    make = Scheduler.__init__
+
+    def spy(self: Scheduler, *args: object) -> None:
+        make(self, *args)  # pyright: ignore
+        books.append(self.book)
+
+    monkeypatch.setattr(Scheduler, "__init__", spy)
+    for case in (None, *CASES.values()):
+        run(requests[:5], TIGHT, case, replace(GREEDY, max_new_tokens=6))
+    assert len(books) == 8 and all(b.available == TIGHT.num_pages for b in books)
+
+
+# ---- sampling --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["shared module", "three modules", "prompt lookup"])
+def test_sampled_answers_do_not_depend_on_the_batch(
+    run: Callable[..., list[Completion]], requests: list[Request], name: str
+) -> None:
+    """At T=1 a request draws from its own stream: alone, batched or in tiny chunks it says the same."""
+    params = SamplingParams(1.0, top_p=0.95, max_new_tokens=12, seed=3)
+    alone, batched, tight = (
+        _tokens(run(requests[:5], limits, CASES[name], params))
+        for limits in (EngineLimits(max_batch=1), EngineLimits(max_batch=8), TIGHT)
+    )
+    assert alone == batched == tight
+    assert alone != _tokens(run(requests[:5], TIGHT, CASES[name], replace(params, seed=4)))
+
+
+SMALL = 6  # vocabulary of the target whose law is known exactly
+PROMPT = (0, 1, 2, 0, 1, 2, 0, 1)
+
+
+@pytest.fixture(scope="module")
+def small_target() -> Target:
+    """A random target with six tokens, whose next two depend strongly on each other."""
+    torch.manual_seed(5)
+    config = LlamaConfig(
+        vocab_size=SMALL,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        eos_token_id=None,
+        bos_token_id=None,
+    )
+    model = LlamaForCausalLM(config)
+    for p in model.parameters():
+        torch.nn.init.normal_(p, std=0.5)
+    return Target(model)
+
+
+def _exact_law(target: Target, backend: AttentionBackend) -> np.ndarray:
+    """Probability of every three tokens after the prompt, [V, V, V]."""
+    pairs = torch.cartesian_prod(torch.arange(SMALL), torch.arange(SMALL))
+    rows = torch.cat([torch.tensor(PROMPT).expand(len(pairs), -1), pairs], 1)  # [V * V, T]
+    ctx = ForwardContext.packed(backend, [rows.shape[1]] * len(rows))
+    position = torch.arange(rows.shape[1]).repeat(len(rows))
+    final = target.forward(rows.flatten(), position, ctx, ("final",)).final
+    laws = target.logits(final).double().softmax(-1).view(SMALL, SMALL, rows.shape[1], SMALL)
+    at = len(PROMPT) - 1
+    first, second, third = laws[0, 0, at], laws[:, 0, at + 1], laws[:, :, at + 2]
+    return (first[:, None, None] * second[:, :, None] * third).numpy()
+
+
+def _pvalue(counts: np.ndarray, law: np.ndarray) -> float:
+    expected = law.flatten() / law.sum() * counts.sum()
+    rare = expected < 5
+    observed = np.append(counts.flatten()[~rare], counts.flatten()[rare].sum())
+    expected = np.append(expected[~rare], expected[rare].sum() + 1e-9)
+    return float(stats.chisquare(observed, expected * observed.sum() / expected.sum()).pvalue)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        None,
+        Case(MTPConfig(), 2),
+        Case(MTPConfig(draft_vocab=(1, 2, 4)), 2),
+        Case(MTPConfig(depth=2), 2),
+        Case(NgramConfig(min_ngram=1), 2),
+    ],
+    ids=["plain", "shared module", "reduced vocabulary", "two modules", "prompt lookup"],
+)
+def test_sampled_speculation_has_the_targets_law(
+    small_target: Target, backend: AttentionBackend, case: Case | None
+) -> None:
+    """Of 3,000 answers at T=1, tokens one and two and tokens two and three together pass a chi-square test
+    against the target's exact law."""
+    requests = [Request(str(i), "all", PROMPT) for i in range(3000)]
+    params = SamplingParams(1.0, max_new_tokens=3, seed=1)
+    limits = EngineLimits(max_batch=512, num_draft_tokens=case.num_draft_tokens if case else 0)
+    draft = case.config.build(small_target) if case else None
+    engine = Engine(small_target, backend, limits, frozenset(), draft)
+    done = engine.generate(requests, params)
+    law = _exact_law(small_target, backend)
+    counts = np.zeros(law.shape)
+    np.add.at(counts, tuple(np.array(_tokens(done)).T), 1)
+    assert _pvalue(counts.sum(2), law.sum(2)) > 1e-3
+    assert _pvalue(counts.sum(0), law.sum(0)) > 1e-3
+    if case is not None:
+        assert 0.1 < np.mean([p.accepted for c in done for p in c.passes]) < 1.9
+
+
+# ---- what is refused -------------------------------------------------------------------------------------
+
+
+def test_more_drafted_tokens_than_modules_is_the_users_error(
+    tiny_target: Target, backend: AttentionBackend
+) -> None:
+    """A head of three modules drafts three tokens at most; the message says so."""
+    draft = MTPConfig(depth=3).build(tiny_target)
+    with pytest.raises(UserError, match="num_draft_tokens=4 does not fit this draft; use 1 to 3"):
+        Engine(tiny_target, backend, EngineLimits(num_draft_tokens=4), frozenset(), draft)
+
+
+def test_completions_are_handed_over_as_they_end(
+    tiny_target: Target, tiny_chat: Chat, backend: AttentionBackend, requests: list[Request]
+) -> None:
+    """`on_finish` hears of every completion once, the shortest ones first; the result keeps the order."""
+    heard: list[Completion] = []
+    engine = Engine(tiny_target, backend, EngineLimits(), tiny_chat.eos_ids)
+    done = engine.generate(requests[:8], GREEDY, heard.append)
+    assert sorted(heard, key=lambda c: c.request.id) == sorted(done, key=lambda c: c.request.id)
+    lengths = [len(c.output_ids) for c in heard]
+    assert lengths == sorted(lengths)
+    assert engine.times.decoded_tokens == sum(len(c.output_ids) - 1 for c in done)
+
+

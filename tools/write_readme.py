@@ -1,0 +1,93 @@
+"""Writes the measured figures into README.md from the JSON files in docs/results/.
+
+A published number is never typed: a run's report.json, or the last line of a benchmark, is copied into
+docs/results/ and this script renders the blocks between `<!-- figures:NAME -->` and `<!-- end -->`. `--check`
+fails when README.md is out of step. It gives up prose: words around the blocks are written by hand.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from mtptrain.validate.report import Report, load_report
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "docs" / "results"
+BLOCK = re.compile(r"(<!-- figures:(\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [header, ["---"] * len(header), *rows]
+    return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
+
+
+def headline() -> str:
+    return _runs([("`mtptrain fit`", "smollm2"), ("`mtptrain fit recipe=smollm2-long`", "smollm2-long")])
+
+
+def ablation() -> str:
+    names = sorted(RESULTS.glob("norms-*.json"))
+    return _runs([(f"`{path.stem}`", path.stem) for path in names])
+
+
+def benchmarks() -> str:
+    rows = []
+    for path in sorted(RESULTS.glob("bench-*.json")):
+        r = json.loads(path.read_text())
+        ours, reference = (f"{r[key]:,.1f}" if r[key] else "n/a" for key in ("ours", "reference"))
+        ratio = f"{r['ratio']:.2f}" if r["ratio"] else "n/a"
+        rows.append([f"`tools/bench_{r['name']}.py`", ours, reference, r["unit"], ratio, r["machine"]])
+    return table(["benchmark", "ours", "reference", "unit", "ratio", "machine"], rows)
+
+
+def _runs(named: Sequence[tuple[str, str]]) -> str:
+    rows = []
+    for name, stem in named:
+        path = RESULTS / f"{stem}.json"
+        if path.exists():
+            rows.append([name, *_cells(load_report(path))])
+    header = ["run", "acceptance length (95 %)", "tokens a step", "n-gram", "T=1", "tokens that differ", "minutes"]
+    return table([*header, "commit"], rows)
+
+
+def _cells(r: Report) -> list[str]:
+    al, low_high = r.acceptance_length.value, r.acceptance_length.ci95
+    interval = f" [{low_high[0]:.2f}, {low_high[1]:.2f}]" if low_high else ""
+    ngram = r.baselines.ngram
+    sampled = r.sampled.acceptance_length.value if r.sampled else None
+    lossless = f"{r.lossless.mismatches} of {r.lossless.checked_tokens:,}" if r.lossless else "n/a"
+    minutes = sum(r.provenance.times.values()) / 60
+    return [
+        f"**{al:.2f}**{interval}",
+        f"{r.tokens_per_step:.2f}",
+        f"{ngram.tokens_per_step:.2f}" if ngram and ngram.tokens_per_step else "n/a",
+        f"{sampled:.2f}" if sampled else "n/a",
+        lossless,
+        f"{minutes:.0f}",
+        f"`{r.provenance.commit[:8]}`",
+    ]
+
+
+BLOCKS: dict[str, Callable[[], str]] = {
+    "headline": headline,
+    "ablation": ablation,
+    "benchmarks": benchmarks,
+}
+
+
+def main() -> int:
+    readme = ROOT / "README.md"
+    old = readme.read_text()
+    new = BLOCK.sub(lambda m: m[1] + BLOCKS[m[2]]() + m[3], old)
+    if "--check" in sys.argv:
+        return int(new != old)
+    readme.write_text(new)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
