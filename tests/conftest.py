@@ -27,6 +27,7 @@ from mtptrain.attention_backends.base import AttentionBackend
 from mtptrain.attention_backends.sdpa import SdpaBackend
 from mtptrain.chat import Chat
 from mtptrain.drafts.base import Draft, HeadConfig
+from mtptrain.losses.base import VocabLoss
 from mtptrain.losses.kl import KL
 from mtptrain.runtime.engine import Engine
 from mtptrain.runtime.scheduler import EngineLimits
@@ -185,35 +186,44 @@ def fit_head(
     """Trains a head for seconds on `answers`, or on some of them; the same call gives the same head."""
     done: dict[object, Draft] = {}
 
-    def fit(config: HeadConfig, steps: int = 60, unroll: int = 3, only: slice = slice(None)) -> Draft:
-        key = (config, steps, unroll, str(only))
+    def fit(
+        config: HeadConfig, loss: VocabLoss = KL(), only: slice = slice(None), **changes: Any
+    ) -> Draft:
+        how = replace(settings, **changes)
+        key = (config, loss, str(only), how)
         if key not in done:
             documents = [_document(c, config.taps) for c in answers[only]]
-            done[key] = run(config.build(tiny_target), documents, steps, unroll)
+            done[key] = _fit(config.build(tiny_target), loss, documents, how, backend)
         return done[key]
 
-    def run(draft: Draft, documents: list[Any], steps: int, unroll: int) -> Draft:
-        how = replace(settings, unroll_steps=unroll)
-        module = DraftModule(draft, KL(), how, backend, tiny_target.vocab_size, steps)
-        module.log_dict = lambda *args, **kwargs: None  # pyright: ignore, there is no Trainer
-        parts = module.configure_optimizers()
-        optimizer, schedule = parts["optimizer"], parts["lr_scheduler"]["scheduler"]
-        for step in range(steps):
-            batch = pack([documents[(12 * step + i) % len(documents)] for i in range(12)])
-            module.training_step(batch, step).backward()
-            optimizer.step()
-            schedule.step()
-            optimizer.zero_grad()
-        return draft.eval().requires_grad_(False)
-
     return fit
+
+
+def _fit(
+    draft: Draft,
+    loss: VocabLoss,
+    documents: list[tuple[Tensor, Tensor, Tensor, Tensor]],
+    settings: TrainSettings,
+    backend: AttentionBackend,
+) -> Draft:
+    """`epochs` passes over the documents, twelve a step, without Lightning's loop."""
+    packs = [pack(documents[i : i + 12]) for i in range(0, len(documents), 12)] * settings.epochs
+    module = DraftModule(draft, loss, settings, backend, 512, len(packs))
+    module.log_dict = lambda *args, **kwargs: None  # pyright: ignore, there is no Trainer
+    parts = module.configure_optimizers()
+    for step, batch in enumerate(packs):
+        module.training_step(batch, step).backward()
+        parts["optimizer"].step()
+        parts["lr_scheduler"]["scheduler"].step()
+        parts["optimizer"].zero_grad()
+    return draft.eval().requires_grad_(False)
 
 
 @pytest.fixture(scope="session")
 def settings() -> TrainSettings:
     """Settings that every test of training starts from."""
     return TrainSettings(
-        epochs=1,
+        epochs=15,
         batch_tokens=512,
         learning_rate=2e-3,
         optimizer="adamw",
@@ -222,7 +232,7 @@ def settings() -> TrainSettings:
         weight_decay=0.0,
         warmup=0.05,
         clip=1.0,
-        unroll_steps=2,
+        unroll_steps=3,
         step_decay=0.9,
         supervise="assistant",
         held_out=0,

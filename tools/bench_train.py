@@ -60,13 +60,18 @@ class Clock(L.Callback):
     batches: list[DraftBatch] = field(default_factory=list)  # without their features
 
     def on_train_batch_end(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, at: int
+        self,
+        trainer: L.Trainer,
+        pl_module: L.LightningModule,
+        outputs: Any,
+        batch: DraftBatch,
+        batch_idx: int,
     ) -> None:
         assert isinstance(pl_module, DraftModule)
         self.passed = time.perf_counter() - self.start
-        if at + 1 == WARM_UP:
+        if batch_idx + 1 == WARM_UP:
             self.rows, self.start = -pl_module.supervised_rows, time.perf_counter()
-        elif at >= WARM_UP:
+        elif batch_idx >= WARM_UP:
             light = (batch.input_ids, batch.features[:, :0], batch.final[:, :0])
             self.batches.append(DraftBatch(*light, batch.loss_mask, batch.cu_seqlens))
             if self.passed >= self.seconds:
@@ -201,11 +206,22 @@ def our_run(target: Target, folder: Path, batch_tokens: int, seconds: float) -> 
     module = DraftModule(draft, KL(), settings, SdpaBackend(), target.vocab_size, len(data.batches))
     gemm, clock = gemm_rate(), Clock(seconds)
     trainer(settings, clock).fit(module, datamodule=data)
-    flops = sum(needed_flops(b, target, module.draft_id) for b in clock.batches)
+    return measured(
+        clock, gemm, sum(needed_flops(b, target, module.draft_id) for b in clock.batches)
+    )
+
+
+def measured(clock: Clock, gemm: float, flops: float) -> OurRun:
     tokens = sum(len(b.input_ids) for b in clock.batches)
     answers = sum(int(b.loss_mask.sum()) for b in clock.batches)
-    rates = [x / clock.passed for x in (clock.rows, tokens, answers, flops)]
-    return OurRun(*rates, gemm, len(clock.batches))
+    return OurRun(
+        rows_per_s=clock.rows / clock.passed,
+        tokens_per_s=tokens / clock.passed,
+        answer_tokens_per_s=answers / clock.passed,
+        flops_per_s=flops / clock.passed,
+        gemm_flops_per_s=gemm,
+        steps=len(clock.batches),
+    )
 
 
 def train_settings(epochs: int, batch_tokens: int) -> TrainSettings:
@@ -287,10 +303,8 @@ def needed_flops(batch: DraftBatch, target: Target, draft_id: Tensor) -> float:
 
 
 def report(args: Any, ours: Sequence[OurRun], theirs: Sequence[peer.PeerRun]) -> None:
-    rate, reference = (
-        median(run.rows_per_s for run in ours),
-        median(run.rows / run.seconds for run in theirs) if theirs else None,
-    )
+    rate = median(run.rows_per_s for run in ours)
+    reference = median(run.rows / run.seconds for run in theirs) if theirs else None
     share = median(run.flops_per_s / run.gemm_flops_per_s for run in ours)
     answers = median(run.answer_tokens_per_s for run in ours)
     rows = [

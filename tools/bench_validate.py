@@ -168,7 +168,8 @@ def reference_head(work: Work, draft: MTP, length: int, emitted: Emitted) -> int
     for index, layer in enumerate(chain.layers):
         ours = draft.steps[min(index, len(draft.steps) - 1)]
         layer.load_state_dict(their_state(ours), assign=True)  # shares our tensors
-    MtpModel.from_pretrained = classmethod(lambda cls, model, **_: chain)  # it looks in a folder
+    # It looks for the weights in the model's folder, at every call; here they are in memory.
+    MtpModel.from_pretrained = staticmethod(lambda *_, **__: chain)  # pyright: ignore
     return reference(work, {"use_mtp": True}, emitted)
 
 

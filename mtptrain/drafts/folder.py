@@ -10,12 +10,12 @@ from __future__ import annotations
 import hashlib
 import importlib
 import json
-import os
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save
 from torch import Tensor
 
 from mtptrain.drafts.base import Draft, HeadConfig
@@ -24,6 +24,7 @@ from mtptrain.targets.base import Target
 from mtptrain.types import UserError
 
 WEIGHTS = "model.safetensors"
+PACKAGE = "mtptrain.drafts."
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,7 @@ def contract(
         ("embedding", "feature"),
         "row t at unrolled step j sits at position t + j",
         {
-            "embedding": _hash(target.embed(torch.arange(64))),
+            "embedding": _hash(target.embed(torch.arange(min(64, target.vocab_size)).to(target.device))),
             "lm_head": _hash(target.head_weight[:64]),
         },
         len(draft.vocab) if draft.vocab is not None else target.vocab_size,
@@ -84,9 +85,7 @@ def save_draft(draft: Draft, folder: Path, promise: Contract) -> None:
     tensors = {name: p.detach().float().contiguous() for name, p in draft.state_dict().items()}
     if draft.vocab is not None:
         tensors["d2t"] = draft.vocab - torch.arange(len(draft.vocab))
-    temporary = folder / f".{WEIGHTS}.tmp"
-    save_file(tensors, temporary)
-    os.replace(temporary, folder / WEIGHTS)
+    atomic_write(folder / WEIGHTS, save(tensors))
     atomic_write(folder / "contract.json", json.dumps(asdict(promise), indent=2) + "\n")
     config = {"_target_": f"{type(draft.config).__module__}.{type(draft.config).__name__}"}
     config |= {k: v for k, v in asdict(draft.config).items() if k != "draft_vocab"}
@@ -98,7 +97,7 @@ def load_draft(folder: Path, target: Target) -> Draft:
     try:
         raw = json.loads((folder / "config.json").read_text())
         tensors = load_file(folder / WEIGHTS)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, SafetensorError) as error:
         raise UserError(f"{folder} holds no whole draft ({error}); train it first") from None
     config = _config(folder, raw)
     offsets = tensors.pop("d2t", None)
@@ -122,10 +121,15 @@ def load_contract(folder: Path) -> Contract:
     return Contract(**(raw | tuples))
 
 
-def _config(folder: Path, raw: dict[str, object]) -> HeadConfig:
-    module, _, name = str(raw.pop("_target_", "")).rpartition(".")
-    if not module.startswith("mtptrain.drafts."):
-        raise UserError(
-            f"{folder}/config.json names {module!r}, which is no draft of mtptrain; export it again"
-        )
-    return getattr(importlib.import_module(module), name)(**raw)
+def _config(folder: Path, raw: object) -> HeadConfig:
+    """Names are looked up among mtptrain's own drafts only: a folder executes nothing."""
+    fields = dict(raw) if isinstance(raw, dict) else {}
+    module, _, name = str(fields.pop("_target_", "")).rpartition(".")
+    try:
+        kind = getattr(importlib.import_module(module), name) if module.startswith(PACKAGE) else None
+        if isinstance(kind, type) and issubclass(kind, HeadConfig):
+            return kind(**fields)
+        reason = f"{module}.{name} is no head of mtptrain"
+    except (ImportError, AttributeError, TypeError) as error:
+        reason = str(error)
+    raise UserError(f"{folder}/config.json cannot be used ({reason}); export it again") from None

@@ -173,7 +173,9 @@ class MTP(Draft):
             if not bool(keep.all()):
                 rows, states = rows[keep], states[keep]
                 cache.narrow(keep, _per_document(rows, batch.cu_seqlens))
-            states = self._run(j, batch.input_ids[rows + 1 + j], states, position[rows] + j, ctx)
+            if len(rows):  # else every answer of the batch has ended
+                ids = batch.input_ids[rows + 1 + j]
+                states = self._run(j, ids, states, position[rows] + j, ctx)
             yield UnrollStep(states, rows + 1 + j, rows + 2 + j)
 
     def _unroll_modules(

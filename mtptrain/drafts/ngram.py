@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from mtptrain.drafts.base import Draft, DraftConfig, Draw, Proposal, TrueRows
 from mtptrain.targets.base import Target
+from mtptrain.types import UserError
 
 
 @dataclass(frozen=True)
@@ -19,6 +20,13 @@ class NgramConfig(DraftConfig):
 
     min_ngram: int = 2
     max_ngram: int = 4
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.min_ngram <= self.max_ngram:
+            raise UserError(
+                f"draft.min_ngram={self.min_ngram} and draft.max_ngram={self.max_ngram} match nothing; "
+                "use 1 <= min_ngram <= max_ngram"
+            )
 
     def build(self, target: Target | None = None) -> Ngram:
         return Ngram(self)
