@@ -43,7 +43,8 @@ TEMPLATE = (
     "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-STEPS, ROWS, LENGTH = 500, 8, 64
+STEPS, ROWS, LENGTH = 350, 8, 64
+LOSS = KL()
 
 
 def _texts() -> list[str]:
@@ -164,7 +165,9 @@ def answers(
     return engine.generate(requests, SamplingParams(max_new_tokens=40))
 
 
-def _document(completion: Completion, taps: tuple[str, ...]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _document(
+    completion: Completion, taps: tuple[str, ...]
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     assert completion.features is not None
     ids = torch.tensor(completion.request.prompt_ids + completion.output_ids)
     columns = dict(zip(TAPS, completion.features.clone().chunk(len(TAPS), -1), strict=True))
@@ -181,13 +184,16 @@ def document() -> Callable[[Completion, tuple[str, ...]], tuple[Tensor, Tensor, 
 
 @pytest.fixture(scope="session")
 def fit_head(
-    tiny_target: Target, backend: AttentionBackend, answers: list[Completion], settings: TrainSettings
+    tiny_target: Target,
+    backend: AttentionBackend,
+    answers: list[Completion],
+    settings: TrainSettings,
 ) -> Callable[..., Draft]:
     """Trains a head for seconds on `answers`, or on some of them; the same call gives the same head."""
     done: dict[object, Draft] = {}
 
     def fit(
-        config: HeadConfig, loss: VocabLoss = KL(), only: slice = slice(None), **changes: Any
+        config: HeadConfig, loss: VocabLoss = LOSS, only: slice = slice(None), **changes: Any
     ) -> Draft:
         how = replace(settings, **changes)
         key = (config, loss, str(only), how)
@@ -233,6 +239,7 @@ def settings() -> TrainSettings:
         warmup=0.05,
         clip=1.0,
         unroll_steps=3,
+        unroll_from=0.0,
         step_decay=0.9,
         supervise="assistant",
         held_out=0,

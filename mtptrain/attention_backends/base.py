@@ -33,7 +33,7 @@ class PagedBatch:
     keys: Sequence[Tensor]  # per layer [P, heads, page_size, head_dim]
     values: Sequence[Tensor]
     page_size: int
-    page_tables: tuple[Tensor, ...]  # per sequence [pages of it] int64
+    page_tables: tuple[Tensor, ...]  # per sequence [pages of it] int64, on the host
     kv_lens: tuple[int, ...]  # per sequence, the rows of this forward included
     slots: Tensor  # [T] int64, page * page_size + offset of each packed row
 

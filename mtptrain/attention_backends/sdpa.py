@@ -158,7 +158,7 @@ def _attend_chunks(
 
 
 def _gather(pool: Tensor, table: Tensor, kv_len: int) -> Tensor:  # [heads, kv_len, d]
-    pages = pool[table].transpose(0, 1)  # [heads, pages, page_size, d]
+    pages = pool[table.to(pool.device)].transpose(0, 1)  # [heads, pages, page_size, d]
     return pages.flatten(1, 2)[:, :kv_len]
 
 
@@ -191,27 +191,27 @@ def _plan_pages(query_lens: tuple[int, ...], paged: PagedBatch) -> PagePlan:
         own_seq = torch.full((span,), num_seqs).index_copy(0, own_page, own_seq)
         own_index = torch.zeros(span, dtype=torch.long).index_copy(0, own_page, own_index)
     shared, shared_seq, shared_index = _group_shared(
-        page[~own], seq[~own], index[~own], len(own_seq)
+        page[~own], seq[~own], index[~own], len(own_seq), device
     )
     owner = torch.cat([own_seq, shared_seq])
     key_rows = torch.cat([own_index, shared_index])[:, None] * size + torch.arange(size)
     row_of, padded_of, query_rows = _query_layout(query_lens, paged.kv_lens, width)
     bias = _bias(owner, key_rows, query_rows, None)
     moved = (x.to(device) for x in (owner, bias, row_of, padded_of, key_rows, query_rows))
+    pages = pages if pages is None else pages.to(device)
     return PagePlan(len(own_seq), pages, shared, *moved)
 
 
 def _group_shared(
-    page: Tensor, seq: Tensor, index: Tensor, first_entry: int
+    page: Tensor, seq: Tensor, index: Tensor, first_entry: int, device: torch.device
 ) -> tuple[tuple[SharedPage, ...], Tensor, Tensor]:
     order = torch.argsort(page, stable=True)
     page, seq, index = page[order], seq[order], index[order]
     distinct, counts = torch.unique_consecutive(page, return_counts=True)
     groups, at = [], 0
     for p, n in zip(distinct.tolist(), counts.tolist(), strict=True):
-        groups.append(
-            SharedPage(p, seq[at : at + n], slice(first_entry + at, first_entry + at + n))
-        )
+        entries = slice(first_entry + at, first_entry + at + n)
+        groups.append(SharedPage(p, seq[at : at + n].to(device), entries))
         at += n
     return tuple(groups), seq, index
 

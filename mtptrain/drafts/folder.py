@@ -66,7 +66,9 @@ def contract(
         ("embedding", "feature"),
         "row t at unrolled step j sits at position t + j",
         {
-            "embedding": _hash(target.embed(torch.arange(min(64, target.vocab_size)).to(target.device))),
+            "embedding": _hash(
+                target.embed(torch.arange(min(64, target.vocab_size)).to(target.device))
+            ),
             "lm_head": _hash(target.head_weight[:64]),
         },
         len(draft.vocab) if draft.vocab is not None else target.vocab_size,
@@ -112,7 +114,7 @@ def load_draft(folder: Path, target: Target) -> Draft:
         raise UserError(
             f"{folder} does not fit target {target.path} ({line}); validate it with its own"
         ) from None
-    return draft.eval().requires_grad_(False)
+    return draft.to(target.device).eval().requires_grad_(False)
 
 
 def load_contract(folder: Path) -> Contract:
@@ -126,7 +128,9 @@ def _config(folder: Path, raw: object) -> HeadConfig:
     fields = dict(raw) if isinstance(raw, dict) else {}
     module, _, name = str(fields.pop("_target_", "")).rpartition(".")
     try:
-        kind = getattr(importlib.import_module(module), name) if module.startswith(PACKAGE) else None
+        kind = (
+            getattr(importlib.import_module(module), name) if module.startswith(PACKAGE) else None
+        )
         if isinstance(kind, type) and issubclass(kind, HeadConfig):
             return kind(**fields)
         reason = f"{module}.{name} is no head of mtptrain"

@@ -112,7 +112,7 @@ class MTP(Draft):
         self.fuse = _fuse_layer(config, hidden) if taps > 1 else nn.Identity()
         self.vocab = torch.tensor(config.draft_vocab) if config.draft_vocab else None
         weight = target.head_weight
-        self._head_rows = (weight if self.vocab is None else weight[self.vocab].contiguous(),)
+        self._head_rows = (weight if self.vocab is None else weight[self.vocab.to(weight.device)],)
 
     @property
     def target(self) -> Target:
@@ -220,7 +220,9 @@ class MTP(Draft):
             drawn.append(draw(F.linear(states, self.head_rows())))
             token = drawn[-1].token
             for sequence, x in zip(
-                ids, (token if self.vocab is None else self.vocab[token]).tolist(), strict=True
+                ids,
+                (token if self.vocab is None else self.vocab[token.cpu()]).tolist(),
+                strict=True,
             ):
                 sequence.append(x)
         chains = tuple(tuple(x[len(y) :]) for x, y in zip(ids, rows.token_ids, strict=True))

@@ -67,7 +67,7 @@ class ModelRunner:
             self.pool.keys,
             self.pool.values,
             size,
-            tuple(t.to(on) for t in tables),
+            tables,
             tuple(a + n for _, a, n in busy),
             torch.cat(slots).to(on),
         )

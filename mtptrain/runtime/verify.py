@@ -56,7 +56,7 @@ def _over_target_vocabulary(
         return torch.zeros_like(like).index_fill_(0, torch.tensor([token], device=like.device), 1)
     if vocab is None:
         return draft_probs[step]
-    return torch.zeros_like(like).index_copy_(0, vocab, draft_probs[step])
+    return torch.zeros_like(like).index_copy_(0, vocab.to(like.device), draft_probs[step])
 
 
 def _draw_one(probs: Tensor, uniform: float) -> int:

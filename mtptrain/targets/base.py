@@ -17,13 +17,14 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from mtptrain.attention_backends.base import ForwardContext, register
 from mtptrain.types import UserError
 
-VOCABULARY_BLOCK = 8192  # columns of `lm_head` at a time: a block of logits stays in cache
+VOCABULARY_BLOCK = 1024  # columns of `lm_head` at a time: a block of logits stays in cache
 
 
 @dataclass(frozen=True)
@@ -57,14 +58,23 @@ class Target:
         name = register()
         try:
             config = AutoConfig.from_pretrained(folder)
-            model: Any = AutoModelForCausalLM.from_pretrained(
-                str(folder), config=config, dtype=getattr(torch, dtype), attn_implementation=name
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                str(folder),
+                config=config,
+                dtype=getattr(torch, dtype),
+                attn_implementation=name,
+                output_loading_info=True,
             )
-        except (OSError, ValueError, KeyError) as error:
+        except (OSError, ValueError, KeyError, SafetensorError) as error:
             reason = str(error).strip().splitlines()[0]
             raise UserError(
                 f"target.path={folder} cannot be loaded ({reason}); give a folder or hub id of a causal LM"
             ) from None
+        model, info = loaded
+        if missing := sorted(info["missing_keys"]):  # transformers would leave them random
+            raise UserError(
+                f"target.path={folder} lacks {len(missing)} weights of its model ({missing[0]}); get it again"
+            )
         return cls(model.to(device), str(folder))
 
     @property

@@ -47,7 +47,10 @@ class ShowProgress(L.Callback):
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self.stack.close()
 
-    on_exception = on_train_end  # pyright: ignore[reportAssignmentType]
+    def on_exception(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException
+    ) -> None:
+        self.stack.close()
 
 
 class StopAtNonFinite(L.Callback):
@@ -94,8 +97,9 @@ class HeldOutCurve(L.Callback):
             return
         every = max(1, int(trainer.num_training_batches) // self.points)
         if trainer.global_step % every == 0:
-            value = self._acceptance_length(pl_module)
-            pl_module.log("held_out/simulated_acceptance_length", value, batch_size=1)
+            point = {"held_out/simulated_acceptance_length": self._acceptance_length(pl_module)}
+            for logger in trainer.loggers:  # `self.log` would keep every tenth step's only
+                logger.log_metrics(point, step=trainer.global_step - 1)
 
     def _acceptance_length(self, module: DraftModule) -> float:
         accepted = passes = 0

@@ -36,6 +36,7 @@ class TrainSettings:
     warmup: float  # share of all steps
     clip: float  # gradient norm; 0: none
     unroll_steps: int
+    unroll_from: float  # share of all steps after which more than the first drafted step is trained
     step_decay: float  # weight of unrolled step j is step_decay ** j, normalised
     supervise: Literal["assistant", "all"]
     held_out: int  # samples kept out for the curve
@@ -79,7 +80,8 @@ class DraftModule(L.LightningModule):
     def training_step(self, batch: DraftBatch, batch_idx: int) -> Tensor:
         everything = self.settings.supervise == "all"
         mask = torch.ones_like(batch.loss_mask) if everything else batch.loss_mask
-        sums = self._sums(batch, mask)
+        begun = batch_idx >= self.settings.unroll_from * self.total_steps
+        sums = self._sums(batch, mask, self.settings.unroll_steps if begun else 1)
         weights = self.settings.step_decay ** torch.arange(len(sums.loss), device=self.device)
         weights = weights / weights.sum()
         loss = (weights * sums.loss / sums.count.clamp(min=1)).sum()
@@ -87,8 +89,8 @@ class DraftModule(L.LightningModule):
         self._log(loss, sums)
         return loss
 
-    def _sums(self, batch: DraftBatch, mask: Tensor) -> LossSums:
-        steps = list(self.draft.unroll(batch, self.settings.unroll_steps, mask, self.backend))
+    def _sums(self, batch: DraftBatch, mask: Tensor, num_steps: int) -> LossSums:
+        steps = list(self.draft.unroll(batch, num_steps, mask, self.backend))
         labels = torch.cat([batch.input_ids[s.label_rows] for s in steps])
         draft_labels = self.draft_id.to(self.device)[labels]
         return compute(

@@ -143,7 +143,9 @@ def test_both_paged_paths_agree(dense: bool, window: int | None) -> None:
     assert isinstance(plan, PagePlan) and (plan.pages is None) is dense and plan.shared
     q, k, v = torch.randn(8, 6, 8), torch.randn(8, 2, 8), torch.randn(8, 2, 8)
     outs = [
-        paged.backend.attend(q, k, v, ForwardContext(paged.backend, tuple(lens), batch, plan=p), 0, 0.4, window)
+        paged.backend.attend(
+            q, k, v, ForwardContext(paged.backend, tuple(lens), batch, plan=p), 0, 0.4, window
+        )
         for p in (plan, None)
     ]
     torch.testing.assert_close(*outs, atol=1e-6, rtol=1e-5)
@@ -208,7 +210,10 @@ def test_keys_are_never_repeated_per_query_head(work: str, backend: AttentionBac
 
 
 def _dense_unroll(
-    qkv: list[tuple[Tensor, Tensor, Tensor]], rows: list[Tensor], document: Tensor, window: int | None
+    qkv: list[tuple[Tensor, Tensor, Tensor]],
+    rows: list[Tensor],
+    document: Tensor,
+    window: int | None,
 ) -> list[Tensor]:
     """One dense softmax with the mask of design 5.1 over [step-0 keys, every later step's keys]."""
     at = [torch.arange(len(document)), *rows]  # token of each row, by step
@@ -273,7 +278,9 @@ def test_an_unroll_whose_rows_have_all_ended_attends_nothing(backend: AttentionB
 
 
 @pytest.mark.parametrize("asked", [{"softcap": 30.0}, {"s_aux": torch.zeros(6)}])
-def test_what_is_not_computed_is_refused(asked: dict[str, object], backend: AttentionBackend) -> None:
+def test_what_is_not_computed_is_refused(
+    asked: dict[str, object], backend: AttentionBackend
+) -> None:
     """A family with soft-capped logits or attention sinks is an error, never a silently wrong result."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 

@@ -53,7 +53,11 @@ def test_the_contract_says_what_serving_must_keep(saved: Path, tiny_target: Targ
 def test_the_contract_of_a_tiny_vocabulary() -> None:
     """A target of fewer tokens than the hashed sample has a contract too."""
     config = LlamaConfig(
-        vocab_size=8, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2
+        vocab_size=8,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
     )
     target = Target(LlamaForCausalLM(config))
     assert contract(MTPConfig().build(target), target, "f", "t", "k").draft_vocab_size == 8
@@ -107,7 +111,11 @@ def test_a_broken_folder_is_one_line(name: str, saved: Path, tiny_target: Target
 def test_a_head_of_another_target_is_refused(saved: Path) -> None:
     """Shapes that do not fit name the folder and the target."""
     config = LlamaConfig(
-        vocab_size=512, hidden_size=32, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2
+        vocab_size=512,
+        hidden_size=32,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
     )
     with pytest.raises(UserError, match="does not fit target in-memory"):
         load_draft(saved, Target(LlamaForCausalLM(config)))

@@ -11,8 +11,10 @@ from mtptrain.drafts.base import TrueRows
 from mtptrain.drafts.ngram import NgramConfig, NgramIndex
 from mtptrain.types import UserError
 
+DEFAULT = NgramConfig()
 
-def _lookup(text: list[int], tokens: int = 3, config: NgramConfig = NgramConfig()) -> tuple[int, ...]:
+
+def _lookup(text: list[int], tokens: int = 3, config: NgramConfig = DEFAULT) -> tuple[int, ...]:
     index = NgramIndex(config)
     index.extend(text)
     return index.lookup(text, tokens)

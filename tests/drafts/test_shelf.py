@@ -30,7 +30,8 @@ from mtptrain.drafts.folder import contract, load_draft, save_draft
 from mtptrain.losses.cross_entropy import CrossEntropy
 from mtptrain.runtime.engine import Engine
 from mtptrain.runtime.model_runner import ModelRunner
-from mtptrain.runtime.scheduler import EngineLimits, Scheduler, Sequence as Running
+from mtptrain.runtime.scheduler import EngineLimits, Scheduler
+from mtptrain.runtime.scheduler import Sequence as Running
 from mtptrain.targets.base import Target
 from mtptrain.types import Completion, DraftBatch, Request, SamplingParams
 from mtptrain.validate.acceptance import measure_acceptance
@@ -159,7 +160,9 @@ def test_gradients_reach_every_trained_tensor_and_no_frozen_one(
 # ---- rows ------------------------------------------------------------------------------------------------
 
 
-def _unroll(draft: Draft, batch: DraftBatch, steps: int, backend: AttentionBackend) -> list[UnrollStep]:
+def _unroll(
+    draft: Draft, batch: DraftBatch, steps: int, backend: AttentionBackend
+) -> list[UnrollStep]:
     with torch.no_grad():
         return list(draft.unroll(batch, steps, batch.loss_mask, backend))
 
@@ -271,7 +274,11 @@ class Server:
             seen.append(logits)
             truth = [ids[end + len(seen)] for ids, end in zip(self.ids, ends, strict=True)]
             vocab = self.draft.vocab
-            index = torch.tensor(truth) if vocab is None else torch.searchsorted(vocab, torch.tensor(truth))
+            index = (
+                torch.tensor(truth)
+                if vocab is None
+                else torch.searchsorted(vocab, torch.tensor(truth))
+            )
             return Drawn(index, None)
 
         proposal = self.draft.propose(self.runner.true_rows(self.sequences, lens), steps, draw)

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 from scipy import stats
-
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from mtptrain.attention_backends.base import AttentionBackend, ForwardContext
@@ -26,6 +25,7 @@ from mtptrain.types import Completion, Request, Sample, SamplingParams, UserErro
 
 NEW = 24
 GREEDY = SamplingParams(max_new_tokens=NEW)
+ROOMY = EngineLimits()
 TIGHT = EngineLimits(max_batch=3, max_prefill_tokens=7, page_size=4, num_pages=75)
 
 
@@ -60,7 +60,7 @@ def run(
 
     def generate(
         requests: list[Request],
-        limits: EngineLimits = EngineLimits(),
+        limits: EngineLimits = ROOMY,
         case: Case | None = None,
         params: SamplingParams = GREEDY,
         taps: tuple[str, ...] = (),
@@ -241,6 +241,19 @@ def test_captured_features_are_those_of_a_separate_pass(
         torch.testing.assert_close(completion.features, features, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize("length", [1, 2])
+def test_features_of_an_answer_of_a_token_or_two(
+    run: Callable[..., list[Completion]], requests: list[Request], length: int
+) -> None:
+    """An answer that ends in prefill is read once more, so that its last token has a feature too; that step is
+    no decode step of the answer."""
+    params = replace(GREEDY, max_new_tokens=length)
+    for completion in run(requests[:5], TIGHT, None, params, ("final",)):
+        assert completion.features is not None
+        assert len(completion.features) == len(completion.request.prompt_ids) + length
+        assert completion.decode_steps == length - 1
+
+
 def test_no_page_leaks(
     run: Callable[..., list[Completion]], requests: list[Request], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -374,5 +387,3 @@ def test_completions_are_handed_over_as_they_end(
     lengths = [len(c.output_ids) for c in heard]
     assert lengths == sorted(lengths)
     assert engine.times.decoded_tokens == sum(len(c.output_ids) - 1 for c in done)
-
-

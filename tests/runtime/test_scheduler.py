@@ -12,7 +12,9 @@ NONE = frozenset[int]()
 
 
 def _requests(*lengths: int) -> list[Request]:
-    return [Request(f"r{i}", "all", tuple(range(100 * i, 100 * i + n))) for i, n in enumerate(lengths)]
+    return [
+        Request(f"r{i}", "all", tuple(range(100 * i, 100 * i + n))) for i, n in enumerate(lengths)
+    ]
 
 
 def _scheduler(limits: EngineLimits, *lengths: int, new: int = 3, share: bool = True) -> Scheduler:
@@ -76,7 +78,9 @@ def test_shared_pages_are_not_reserved_again() -> None:
     """A prompt that begins with published pages starts behind them and needs the rest only."""
     limits = EngineLimits(page_size=4, num_pages=64)
     requests = [Request("a", "all", tuple(range(10))), Request("b", "all", (*range(9), 50, 51))]
-    scheduler = Scheduler(requests, SamplingParams(max_new_tokens=3), EngineLimits(1, 64, 4, 64), True)
+    scheduler = Scheduler(
+        requests, SamplingParams(max_new_tokens=3), EngineLimits(1, 64, 4, 64), True
+    )
     scheduler.admit()
     _run_prefill(scheduler)
     scheduler.finish(scheduler.running[0])
@@ -88,7 +92,9 @@ def test_shared_pages_are_not_reserved_again() -> None:
 
 def test_a_prompt_that_can_never_fit_is_the_users_error_before_any_work() -> None:
     """The prompt is named with what it needs and what there is, even where it is the last of the list."""
-    with pytest.raises(UserError, match="prompt r2 of 30 tokens needs 9 KV pages and the pool has 8"):
+    with pytest.raises(
+        UserError, match="prompt r2 of 30 tokens needs 9 KV pages and the pool has 8"
+    ):
         _scheduler(EngineLimits(page_size=4, num_pages=8), 3, 3, 30)
 
 

@@ -85,7 +85,9 @@ def _pvalue(counts: Counter[tuple[int, ...]], target: Tensor) -> float:
     for law, seen, total in groups:
         law = law.double() / law.double().sum()
         kept = [x for x in range(V) if float(law[x]) * total > 0]
-        assert sum(seen[x] for x in kept) == total, "a token outside the target's support was emitted"
+        assert sum(seen[x] for x in kept) == total, (
+            "a token outside the target's support was emitted"
+        )
         observed += [seen[x] for x in kept]
         expected += [float(law[x]) * total for x in kept]
     statistic = sum((o - e) ** 2 / e for o, e in zip(observed, expected, strict=True))

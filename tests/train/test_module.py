@@ -1,0 +1,165 @@
+"""The module that fits a draft: weights of steps and rows, schedule, settings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from mtptrain.attention_backends.base import AttentionBackend
+from mtptrain.drafts.base import supervised_chain
+from mtptrain.drafts.mtp import MTPConfig
+from mtptrain.losses.kl import KL
+from mtptrain.targets.base import Target
+from mtptrain.train.module import DraftModule, TrainSettings
+from mtptrain.types import Completion, DraftBatch, UserError
+from mtptrain.validate.simulated import pack
+
+SHARED = MTPConfig()
+
+
+@pytest.fixture
+def batch(answers: list[Completion], document: Callable[..., Any]) -> DraftBatch:
+    return pack([document(c, ("final",)) for c in answers[:4]])
+
+
+@pytest.fixture
+def make(
+    tiny_target: Target, backend: AttentionBackend, settings: TrainSettings
+) -> Callable[..., DraftModule]:
+    def build(config: MTPConfig = SHARED, steps: int = 100, **changes: Any) -> DraftModule:
+        how = replace(settings, **changes)
+        module = DraftModule(config.build(tiny_target), KL(), how, backend, 512, steps)
+        module.log_dict = lambda values, **_: module.__dict__.update(logged=values)  # pyright: ignore
+        return module
+
+    return build
+
+
+def _by_hand(
+    module: DraftModule, batch: DraftBatch, mask: torch.Tensor
+) -> tuple[list[float], list[int]]:
+    """Mean KL of each unrolled step over the rows whose label the draft can say, and their number."""
+    draft, values, counts = module.draft, [], []
+    head = draft.head_rows()
+    draft.requires_grad_(False)
+    for step in draft.unroll(batch, module.settings.unroll_steps, mask, module.backend):
+        labels = batch.input_ids[step.label_rows]
+        said = torch.ones_like(labels, dtype=torch.bool)
+        if draft.vocab is not None:
+            said = torch.isin(labels, draft.vocab)
+        p = F.log_softmax(batch.final[step.target_rows] @ head.T, -1)[said]
+        q = F.log_softmax(step.states @ head.T, -1)[said]
+        values.append(float(F.kl_div(q, p, reduction="sum", log_target=True)) / max(len(p), 1))
+        counts.append(len(p))
+    draft.requires_grad_(True)
+    return values, counts
+
+
+@pytest.mark.parametrize("vocab", [(), tuple(range(0, 512, 2))])
+def test_the_loss_is_the_weighted_mean_over_steps(
+    vocab: tuple[int, ...], make: Callable[..., DraftModule], batch: DraftBatch
+) -> None:
+    """Each step's mean over its own rows, weighted by step_decay ** j over their sum; a row whose token a
+    reduced vocabulary lacks teaches nothing."""
+    module = make(MTPConfig(draft_vocab=vocab), unroll_steps=3, step_decay=0.5)
+    values, counts = _by_hand(module, batch, batch.loss_mask)
+    loss = float(module.training_step(batch, 0).detach())
+    assert loss == pytest.approx((4 * values[0] + 2 * values[1] + values[2]) / 7, rel=1e-4)
+    assert module.supervised_rows == counts[0] and counts[0] > counts[2] > 0
+
+
+def test_later_steps_join_at_their_share(
+    make: Callable[..., DraftModule], batch: DraftBatch
+) -> None:
+    """Before `unroll_from` of all batches only the first drafted step is trained, from there on all of them."""
+    module = make(steps=10, unroll_steps=3, unroll_from=0.3)
+    early, late = [], []
+    for index in range(10):
+        module.training_step(batch, index)
+        steps = [k for k in module.logged if k.startswith("train/acceptance_")]  # pyright: ignore
+        (early if index < 3 else late).append(len(steps))
+    assert early == [1] * 3 and late == [3] * 7
+
+
+def test_all_supervises_prompt_rows_too(
+    make: Callable[..., DraftModule], batch: DraftBatch
+) -> None:
+    """With supervise=all every row of every document but its last two is supervised at step 0."""
+    module = make(supervise="all")
+    module.training_step(batch, 0)
+    assert module.supervised_rows == len(batch.input_ids) - 2 * (len(batch.cu_seqlens) - 1)
+    ours = make()
+    ours.training_step(batch, 0)
+    chain = supervised_chain(batch.loss_mask, batch.cu_seqlens, 1)
+    assert ours.supervised_rows == int(chain.sum()) < module.supervised_rows
+
+
+@pytest.mark.parametrize("answer_tokens", [0, 1])
+def test_a_batch_that_supervises_nothing_is_harmless(
+    answer_tokens: int, make: Callable[..., DraftModule], batch: DraftBatch
+) -> None:
+    """No answer, or answers of one token: the loss is 0 and no gradient is anything but 0."""
+    mask = torch.zeros_like(batch.loss_mask)
+    mask[batch.cu_seqlens[1:] - 1] = answer_tokens == 1
+    module = make(unroll_steps=3)
+    loss = module.training_step(replace(batch, loss_mask=mask), 0)
+    loss.backward()
+    assert float(loss.detach()) == 0 and module.supervised_rows == 0
+    assert all(p.grad is None or not bool(p.grad.any()) for p in module.parameters())
+
+
+def test_the_frozen_target_is_not_part_of_it(make: Callable[..., DraftModule]) -> None:
+    """Neither its parameters nor its tables are trained, moved or saved with the module."""
+    module = make(MTPConfig(depth=2))
+    assert set(module.state_dict()) == {f"draft.{n}" for n, _ in module.draft.named_parameters()}
+    assert all(p.requires_grad for p in module.parameters())
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_training_lowers_the_loss(
+    optimizer: str, make: Callable[..., DraftModule], batch: DraftBatch
+) -> None:
+    """Twenty steps on one batch halve it, with either optimiser."""
+    rate = {"adamw": 5e-3, "muon": 2e-2}[optimizer]
+    module = make(steps=20, optimizer=optimizer, learning_rate=rate, unroll_steps=2)
+    parts, losses = module.configure_optimizers(), []
+    for step in range(20):
+        loss = module.training_step(batch, step)
+        losses.append(float(loss.detach()))
+        loss.backward()
+        parts["optimizer"].step()
+        parts["lr_scheduler"]["scheduler"].step()
+        parts["optimizer"].zero_grad()
+    assert losses[-1] < 0.5 * losses[0]
+
+
+def test_the_rate_warms_up_and_falls_to_zero(make: Callable[..., DraftModule]) -> None:
+    """Linear over the first share of all steps, then a cosine to zero at the last one."""
+    module = make(steps=100, warmup=0.1)
+    rates = [module._schedule(step) for step in range(101)]
+    assert rates[:10] == pytest.approx([0.1 * (i + 1) for i in range(10)])
+    assert rates[10] == 1.0 and rates[55] == pytest.approx(0.5) and rates[100] == pytest.approx(0)
+    assert all(a >= b for a, b in zip(rates[10:], rates[11:], strict=False))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"optimizer": "sgd"}, "train.optimizer=sgd is unknown; use adamw or muon"),
+        ({"supervise": "some"}, "train.supervise=some is unknown; use assistant or all"),
+        ({"epochs": 0}, "train.epochs=0 must be at least 1"),
+        ({"unroll_steps": 0}, "train.unroll_steps=0 must be at least 1"),
+        ({"checkpoint_every": 0}, "train.checkpoint_every=0 must be at least 1"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused(
+    change: dict[str, Any], message: str, settings: TrainSettings
+) -> None:
+    """Each by its key, with what may be chosen."""
+    with pytest.raises(UserError, match=message):
+        replace(settings, **change)

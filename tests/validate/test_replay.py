@@ -1,0 +1,115 @@
+"""The replay of draft and target, and the report of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from mtptrain.attention_backends.base import AttentionBackend
+from mtptrain.chat import Chat
+from mtptrain.drafts.base import Draft
+from mtptrain.drafts.mtp import MTPConfig
+from mtptrain.run import Provenance
+from mtptrain.runtime.engine import Engine
+from mtptrain.runtime.scheduler import EngineLimits
+from mtptrain.targets.base import Target
+from mtptrain.types import Completion, Conversation, Request, Turn, UserError
+from mtptrain.validate.replay import ReplaySettings, compare, replay
+from mtptrain.validate.report import Report, load_report, write_report
+
+
+def _origin() -> Provenance:
+    return Provenance("c0ffee", {}, "a machine", "tiny", {"seed": 0}, {})
+
+
+@pytest.fixture(scope="module")
+def run(
+    tiny_target: Target, tiny_chat: Chat, backend: AttentionBackend, fit_head: Callable[..., Draft]
+) -> Callable[..., Report]:
+    """Replays four conversations, one of them with two turns."""
+    turns = [[Turn("user", text)] for text in ("Tell me th", "How can you t", "Sum up", "Why is")]
+    turns[1].append(Turn("user", "And then?"))
+    rows = [Conversation(f"c{i}", "qa" if i % 2 else "code", tuple(t)) for i, t in enumerate(turns)]
+
+    def engine(
+        max_batch: int,
+        draft: Draft | None = None,
+        num_draft_tokens: int = 0,
+        capture_taps: tuple[str, ...] = (),
+    ) -> Engine:
+        limits = EngineLimits(max_batch, num_draft_tokens=num_draft_tokens)
+        return Engine(tiny_target, backend, limits, tiny_chat.eos_ids, draft, capture_taps)
+
+    def make(temperature: float = 0.0, batch_size: int = 3, sampled: bool = True) -> Report:
+        return replay(
+            tiny_target,
+            fit_head(MTPConfig()),
+            tiny_chat,
+            rows,
+            engine,
+            backend,
+            ReplaySettings(24, sampled),
+            num_draft_tokens=3,
+            temperature=temperature,
+            batch_size=batch_size,
+            seed=0,
+            draft_name="mtp",
+            origin=_origin,
+        )
+
+    return make
+
+
+def test_a_greedy_report_is_lossless_and_whole(run: Callable[..., Report], tmp_path: Path) -> None:
+    """Five answers, both turns of the second conversation among them: no token differs from the target's own,
+    and simulation, prompt lookup, T=1 and speed stand beside the measured value."""
+    report = run()
+    assert report.counts.prompts == 5
+    assert report.lossless is not None and report.lossless.mismatches == 0
+    assert report.lossless.checked_tokens == report.counts.tokens > 20
+    value = report.acceptance_length.value
+    assert value is not None and 1.1 < value <= 4
+    assert report.simulated_acceptance_length == pytest.approx(value, rel=0.1)
+    assert set(report.acceptance_length.by_category) == {"qa", "code"}
+    assert report.sampling.temperature == 0 and report.sampling.batch_size == 3
+    assert report.sampled is not None and report.sampled.sampling.temperature == 1
+    assert report.speed is not None and report.speed.speculative_tokens_per_s > 0
+    write_report(report, tmp_path)
+    assert load_report(tmp_path / "report.json") == report
+
+
+def test_acceptance_does_not_depend_on_the_batch(run: Callable[..., Report]) -> None:
+    """One request at a time or all at once, the counts are the same, greedy and at T=1."""
+    one, all_at_once = run(batch_size=1), run(batch_size=8)
+    for a, b in ((one, all_at_once), (one.sampled, all_at_once.sampled)):
+        assert a is not None and b is not None
+        assert a.acceptance_length == b.acceptance_length
+        assert a.accepted_histogram == b.accepted_histogram
+
+
+def test_a_sampled_report_claims_nothing_of_losslessness(run: Callable[..., Report]) -> None:
+    """At T=1 answers may differ from the greedy ones, so nothing is compared, and T=1 is run once."""
+    report = run(temperature=1.0)
+    assert report.lossless is None and report.sampled is None
+    assert run(sampled=False).sampled is None
+
+
+def test_a_batch_of_nobody_is_the_users_error(run: Callable[..., Report]) -> None:
+    """The message names the key."""
+    with pytest.raises(UserError, match="batch_size=0 must be at least 1"):
+        run(batch_size=0)
+
+
+@pytest.mark.parametrize(
+    ("other", "mismatches"),
+    [((1, 2, 3), 0), ((1, 9, 3), 1), ((1, 2), 1), ((1, 2, 3, 4), 1), ((), 3)],
+)
+def test_every_token_out_of_place_is_a_mismatch(other: tuple[int, ...], mismatches: int) -> None:
+    """Tokens that differ, are missing or are too many count one each."""
+    request = Request("a", "all", (7,))
+    plain = Completion(request, (1, 2, 3), (), 2, "length")
+    found = compare([plain], [replace(plain, output_ids=other)])
+    assert (found.checked_tokens, found.mismatches) == (3, mismatches)
