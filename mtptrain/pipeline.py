@@ -25,7 +25,7 @@ from mtptrain.capture import CaptureSettings, ShardSink, capture_missing, identi
 from mtptrain.chat import Chat
 from mtptrain.datasets.prompts import read_prompts
 from mtptrain.drafts.base import Draft, HeadConfig
-from mtptrain.drafts.folder import contract, load_draft, save_draft
+from mtptrain.drafts.folder import check_contract, contract, load_draft, save_draft
 from mtptrain.prepare import PrepareSettings, completion_answer, prepare_shards, read_answers
 from mtptrain.run import (
     VERBS,
@@ -240,7 +240,8 @@ def capture(session: Session) -> None:
 def train(session: Session) -> None:
     """Fits the draft and writes its folder."""
     stage = StageFolder(session.run_dir / "train")
-    if _skip(session, "train", stage, session.train_key):
+    whole = (session.draft_folder / "config.json").exists()
+    if whole and _skip(session, "train", stage, session.train_key):
         return
     capture(session)
     start = time.perf_counter()
@@ -273,6 +274,7 @@ def validate(session: Session) -> None:
         train(session)
         start = time.perf_counter()
         stage.begin(session.validate_key)
+        check_contract(session.draft_folder, session.target_fingerprint, session.chat.template_hash)
         draft = load_draft(session.draft_folder, session.target)
         report = replay(
             session.target,

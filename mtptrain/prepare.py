@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -28,6 +28,8 @@ from mtptrain.types import (
     Turn,
     UserError,
 )
+
+TURN_SEED = 7919  # added per turn, so that the turns of a conversation are drawn independently
 
 
 @dataclass(frozen=True)
@@ -80,7 +82,8 @@ def answer_turns(
     turn = 0
     while live := [c for c in conversations if pending[c.id]]:
         requests = [_next_request(c, turn, pending[c.id], history[c.id], chat) for c in live]
-        answered = engine.generate(requests, params, on_finish)
+        own_stream = replace(params, seed=params.seed + TURN_SEED * turn)
+        answered = engine.generate(requests, own_stream, on_finish)
         for conversation, completion in zip(live, answered, strict=True):
             answer = Turn("assistant", chat.text(completion.output_ids))
             history[conversation.id].append(answer)

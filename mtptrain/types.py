@@ -59,6 +59,16 @@ class SamplingParams:
     seed: int = 0
     ignore_eos: bool = False
 
+    def __post_init__(self) -> None:
+        if self.temperature < 0:
+            raise UserError(f"temperature={self.temperature} must not be negative; 0 is greedy")
+        if not 0 < self.top_p <= 1:
+            raise UserError(f"top_p={self.top_p} must lie above 0 and at most at 1")
+        if self.top_k < 0 or self.max_new_tokens < 1:
+            raise UserError(
+                f"top_k={self.top_k} must be at least 0 and max_new_tokens={self.max_new_tokens} at least 1"
+            )
+
 
 @dataclass(frozen=True)
 class Request:

@@ -40,7 +40,14 @@ def _start(folder: Path, target: Path) -> subprocess.Popen[bytes]:
         "HF_HUB_OFFLINE": "1",
     }
     code = "import sys; from mtptrain.cli import main; sys.exit(main())"
-    command = [sys.executable, "-c", code, "fit", f"target.path={target}", f"run_dir={folder / 'run'}"]
+    command = [
+        sys.executable,
+        "-c",
+        code,
+        "fit",
+        f"target.path={target}",
+        f"run_dir={folder / 'run'}",
+    ]
     return subprocess.Popen([*command, *OVERRIDES], env=environment, cwd=Path(__file__).parents[1])
 
 
@@ -62,7 +69,9 @@ def _wait(appeared: Callable[[], bool], process: subprocess.Popen[bytes]) -> Non
 
 
 @pytest.fixture(scope="module")
-def whole(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[bytes, dict[str, object]]:
+def whole(
+    tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[bytes, dict[str, object]]:
     folder = tmp_path_factory.mktemp("whole")
     assert _start(folder, tiny_folder).wait(110) == 0
     return _outcome(folder)

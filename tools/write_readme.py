@@ -26,7 +26,9 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def headline() -> str:
-    return _runs([("`mtptrain fit`", "smollm2"), ("`mtptrain fit recipe=smollm2-long`", "smollm2-long")])
+    return _runs(
+        [("`mtptrain fit`", "smollm2"), ("`mtptrain fit recipe=smollm2-long`", "smollm2-long")]
+    )
 
 
 def ablation() -> str:
@@ -40,7 +42,9 @@ def benchmarks() -> str:
         r = json.loads(path.read_text())
         ours, reference = (f"{r[key]:,.1f}" if r[key] else "n/a" for key in ("ours", "reference"))
         ratio = f"{r['ratio']:.2f}" if r["ratio"] else "n/a"
-        rows.append([f"`tools/bench_{r['name']}.py`", ours, reference, r["unit"], ratio, r["machine"]])
+        rows.append(
+            [f"`tools/bench_{r['name']}.py`", ours, reference, r["unit"], ratio, r["machine"]]
+        )
     return table(["benchmark", "ours", "reference", "unit", "ratio", "machine"], rows)
 
 
@@ -50,7 +54,15 @@ def _runs(named: Sequence[tuple[str, str]]) -> str:
         path = RESULTS / f"{stem}.json"
         if path.exists():
             rows.append([name, *_cells(load_report(path))])
-    header = ["run", "acceptance length (95 %)", "tokens a step", "n-gram", "T=1", "tokens that differ", "minutes"]
+    header = [
+        "run",
+        "acceptance length (95 %)",
+        "tokens a step",
+        "n-gram",
+        "T=1",
+        "tokens that differ",
+        "minutes",
+    ]
     return table([*header, "commit"], rows)
 
 

@@ -70,7 +70,9 @@ def _conversation(path: Path, number: int, text: str) -> Conversation:
         raise UserError(
             f"{path} line {number} has no text for the user's turn; write it as {_EXAMPLE}"
         )
-    name = row.get("id", row.get("question_id", hashlib.sha256(text.encode()).hexdigest()[:16]))
+    name = row.get("id", row.get("question_id"))
+    if name is None:
+        name = hashlib.sha256(f"{number} {text}".encode()).hexdigest()[:16]
     return Conversation(str(name), str(row.get("category", "all")), turns)
 
 

@@ -117,6 +117,19 @@ def load_draft(folder: Path, target: Target) -> Draft:
     return draft.to(target.device).eval().requires_grad_(False)
 
 
+def check_contract(folder: Path, fingerprint: str, template_hash: str) -> None:
+    """Raises UserError where the head was trained on another target or template, with both values."""
+    promise = load_contract(folder)
+    for what, trained, now in (
+        ("target weights", promise.target_fingerprint, fingerprint),
+        ("chat template", promise.template_hash, template_hash),
+    ):
+        if trained != now:
+            raise UserError(
+                f"{folder} was trained with {what} {trained} and meets {now}; use its own target or train again"
+            )
+
+
 def load_contract(folder: Path) -> Contract:
     raw = json.loads((folder / "contract.json").read_text())
     tuples = {k: tuple(v) for k, v in raw.items() if isinstance(v, list)}

@@ -167,7 +167,7 @@ class Scheduler:
             size = self.limits.page_size
             for page in new:
                 at = sequence.pages.index(page) * size
-                self.page_features[page] = rows[at : at + size]
+                self.page_features[page] = rows[at : at + size].clone()
 
     def finish(self, sequence: Sequence) -> None:
         self.running.remove(sequence)

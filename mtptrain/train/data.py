@@ -76,6 +76,13 @@ class PlannedBatches:
         for documents in self.plan[self.start :]:
             yield self.batch(documents)
 
+    def state_dict(self) -> dict[str, int]:
+        """Nothing: the plan is a function of the seed, and `start` comes from the checkpoint's step."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Nothing; with `state_dict` it tells Lightning that resuming is taken care of."""
+
     def batch(self, documents: list[int]) -> DraftBatch:
         return pack([self._document(self.store[i]) for i in documents])
 

@@ -37,7 +37,9 @@ class MetricsCsv(Logger):
     def version(self) -> str:
         return ""
 
-    def log_hyperparams(self, params: dict[str, Any] | Namespace, *args: Any, **kwargs: Any) -> None:
+    def log_hyperparams(
+        self, params: dict[str, Any] | Namespace, *args: Any, **kwargs: Any
+    ) -> None:
         """Nothing: see the file's opening. The signature is Lightning's."""
 
     def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:

@@ -1,7 +1,7 @@
 """Which target tokens a reduced draft vocabulary keeps.
 
-Tokens are ranked by the target's own probability mass over a sample of supervised rows plus their count in
-the stored text. The mass covers tokens that the target would write but did not write in this sample, which
+Tokens are ranked by the target's own probability mass over a sample of stored rows plus their count in the
+stored text. The mass covers tokens that the target would write but did not write in this sample, which
 counts alone miss. It gives up per-domain vocabularies.
 """
 
