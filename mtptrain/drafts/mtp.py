@@ -39,7 +39,7 @@ class MTPConfig(HeadConfig):
 
     norms: Literal["restored", "none"] = "restored"
     depth: int = 1
-    init_layer: int = -1  # decoder layer of the target whose weights the head starts from
+    init_layer: int = 0  # decoder layer of the target whose weights the head starts from
     embedding_scale: float = 0.0  # how much of the identity `fc` starts with on the embedding
 
     def __post_init__(self) -> None:
