@@ -115,7 +115,11 @@ class Draft(nn.Module):
     def unroll(
         self, batch: DraftBatch, steps: int, supervised: Tensor, backend: AttentionBackend
     ) -> Iterator[UnrollStep]:
-        """Yields each unrolled step's supervised rows; `supervised` [T] is m of design §5.1."""
+        """Yields each unrolled step's supervised rows (design §5.1).
+
+        `supervised` [T] is m at the first step; later steps are trained on answer rows only
+        (`batch.loss_mask`), which are the rows that a server unrolls.
+        """
         raise NotImplementedError(f"{type(self).__name__} is not trained")
 
     def refill(self, rows: TrueRows) -> None:

@@ -145,6 +145,7 @@ class MTP(Draft):
         self, batch: DraftBatch, steps: int, supervised: Tensor, backend: AttentionBackend
     ) -> Iterator[UnrollStep]:
         chain = supervised_chain(supervised, batch.cu_seqlens, steps)
+        chain[1:] &= supervised_chain(batch.loss_mask, batch.cu_seqlens, steps)[1:]
         lens = torch.diff(batch.cu_seqlens)
         row = torch.arange(len(batch.input_ids), device=batch.input_ids.device)
         position = row - torch.repeat_interleave(batch.cu_seqlens[:-1], lens)
