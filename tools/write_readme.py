@@ -61,7 +61,6 @@ def _runs(named: Sequence[tuple[str, str]]) -> str:
         "n-gram",
         "T=1",
         "tokens that differ",
-        "minutes",
     ]
     return table([*header, "commit"], rows)
 
@@ -72,14 +71,12 @@ def _cells(r: Report) -> list[str]:
     ngram = r.baselines.ngram
     sampled = r.sampled.acceptance_length.value if r.sampled else None
     lossless = f"{r.lossless.mismatches} of {r.lossless.checked_tokens:,}" if r.lossless else "n/a"
-    minutes = sum(r.provenance.times.values()) / 60
     return [
         f"**{al:.2f}**{interval}",
         f"{r.tokens_per_step:.2f}",
         f"{ngram.tokens_per_step:.2f}" if ngram and ngram.tokens_per_step else "n/a",
         f"{sampled:.2f}" if sampled else "n/a",
         lossless,
-        f"{minutes:.0f}",
         f"`{r.provenance.commit[:8]}`",
     ]
 
