@@ -274,6 +274,12 @@ def validate(session: Session) -> None:
         train(session)
         start = time.perf_counter()
         stage.begin(session.validate_key)
+        for name, earlier in (
+            ("prepare", session.answers_stage),
+            ("capture", session.store_stage),
+        ):
+            if (record := earlier.record()) is not None:
+                session.times.setdefault(name, record.seconds)
         check_contract(session.draft_folder, session.target_fingerprint, session.chat.template_hash)
         draft = load_draft(session.draft_folder, session.target)
         report = replay(
