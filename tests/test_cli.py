@@ -164,7 +164,7 @@ MISTAKES = {
     "fit losss=kl": "unknown key 'losss' in losss=kl: did you mean loss",
     "fit data.pth=x": "unknown key 'data.pth' in data.pth=x: did you mean data.path",
     "fit eval_path=x": "unknown key 'eval_path' in eval_path=x: did you mean data.eval_path?",
-    "fit frobnicate=1": "unknown key 'frobnicate' in frobnicate=1; `mtptrain --help`",
+    "fit frobnicate=1": "unknown key 'frobnicate' in frobnicate=1; `mtptrain --help` lists the keys",
     "fit batch_size=abc": "batch_size must be a whole number (its default is 32), not 'abc'",
     "fit batch_size=1.5": "batch_size must be a whole number",
     "fit batch_size=true": "batch_size must be a whole number",
@@ -197,12 +197,13 @@ def test_a_mistake_is_one_line_and_exit_2(
 
 
 def test_a_dotted_key_is_suggested_by_its_last_word(
-    pipeline: FakePipeline, capsys: pytest.CaptureFixture[str]
+    pipeline: FakePipeline, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """train.leaning_rate suggests train.learning_rate, and so does learning_rate alone."""
-    for word in ("train.leaning_rate=1", "learning_rate=1"):
-        assert main(["train", word]) == 2
-        assert "did you mean train.learning_rate" in only_line(capsys)
+    """lesson.homwork_pages suggests lesson.homework_pages, and so does homework_pages alone."""
+    flag = write_recipe(tmp_path / "mine", "own", "recipe: own\nlesson:\n  homework_pages: 2\n")
+    for word in ("lesson.homwork_pages=1", "homework_pages=1"):
+        assert main(["train", flag, "recipe=own", word]) == 2
+        assert "did you mean lesson.homework_pages?" in only_line(capsys)
 
 
 @pytest.mark.parametrize(

@@ -236,6 +236,7 @@ def train_settings(epochs: int, batch_tokens: int) -> TrainSettings:
         warmup=0.01,
         clip=1.0,
         unroll_steps=UNROLL,
+        unroll_from=0.0,
         step_decay=1.0,
         supervise="assistant",
         held_out=0,
