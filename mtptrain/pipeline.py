@@ -116,16 +116,15 @@ class Session:
 
     @cached_property
     def prompts(self) -> list[Conversation]:
-        return self._read("path")
+        return self._read("path", self.config.data.limit)
 
     @cached_property
     def eval_prompts(self) -> list[Conversation]:
-        return self._read("eval_path")
+        return self._read("eval_path", self.config.data.eval_limit)
 
-    def _read(self, key: str) -> list[Conversation]:
+    def _read(self, key: str, limit: int | None) -> list[Conversation]:
         path = data_file(str(self.config.data[key]), f"data.{key}")
-        rows = read_prompts(path, self.config.data.max_turns)
-        return rows[: self.config.data.limit] if self.config.data.limit else rows
+        return read_prompts(path, self.config.data.max_turns)[: limit or None]
 
     def settings(self, kind: type, key: str) -> Any:
         """A section of the config as its frozen dataclass."""

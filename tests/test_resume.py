@@ -15,6 +15,7 @@ import pytest
 
 OVERRIDES = [
     "data.limit=24",
+    "data.eval_limit=24",
     "data.max_turns=1",
     "draft.draft_vocab_size=0",
     "prepare.max_new_tokens=24",

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from mtptrain.chat import Chat
@@ -122,6 +122,45 @@ def documents(path: str, count: int, chat: Chat) -> list[Answer]:
 
     rows = conversations(path, count)
     return [Answer(r.id, r.category, rendered(r.turns), (), "", "length") for r in rows]
+
+
+def transformers_answers(
+    plain: PreTrainedModel,
+    requests: Sequence[Request],
+    new_tokens: int,
+    batch_size: int,
+    eos_ids: frozenset[int] = frozenset(),
+) -> dict[str, list[int]]:
+    """Greedy answers of `generate` by request id; without `eos_ids` no token ends an answer.
+
+    Prompts are sorted by length and left padded, so that little is padded.
+    """
+    stops = sorted(eos_ids) or None
+    config = GenerationConfig(
+        do_sample=False, max_new_tokens=new_tokens, eos_token_id=stops, pad_token_id=0
+    )
+    plain.generation_config.eos_token_id = stops  # it would fill a None above
+    ordered = sorted(requests, key=lambda r: len(r.prompt_ids))
+    answers = {}
+    for at in range(0, len(ordered), batch_size):
+        batch = ordered[at : at + batch_size]
+        width = max(len(r.prompt_ids) for r in batch)
+        pads = [width - len(r.prompt_ids) for r in batch]
+        ids = [[0] * n + list(r.prompt_ids) for n, r in zip(pads, batch, strict=True)]
+        mask = [[0] * n + [1] * (width - n) for n in pads]
+        with torch.inference_mode():
+            out = plain.generate(  # pyright: ignore[reportCallIssue]
+                torch.tensor(ids), attention_mask=torch.tensor(mask), generation_config=config
+            )
+        for request, row in zip(batch, out[:, width:].tolist(), strict=True):
+            answers[request.id] = _cut(row, eos_ids)
+    return answers
+
+
+def _cut(tokens: list[int], eos_ids: frozenset[int]) -> list[int]:
+    """Up to the first end token, that one included."""
+    end = next((i for i, token in enumerate(tokens) if token in eos_ids), len(tokens))
+    return tokens[: end + 1]
 
 
 def rate_of(work: Callable[[], int]) -> float:

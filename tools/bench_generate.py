@@ -10,13 +10,12 @@ printed. It gives up early ends, where continuous batching would gain more.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
 import bench
-import torch
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from mtptrain.attention_backends.sdpa import SdpaBackend
 from mtptrain.runtime.engine import Engine
@@ -88,30 +87,9 @@ def generate(work: Work) -> int:
 
 def reference(work: Work, batch_size: int) -> int:
     """transformers' own loop; returns the new tokens."""
-    config = GenerationConfig(
-        do_sample=False, max_new_tokens=work.new_tokens, eos_token_id=None, pad_token_id=0
-    )
-    work.plain.generation_config.eos_token_id = None  # it would fill the None above
-    total = 0
-    for batch in sorted_batches(work.requests, batch_size):
-        width = max(len(r.prompt_ids) for r in batch)
-        pads = [width - len(r.prompt_ids) for r in batch]
-        ids = [[0] * n + list(r.prompt_ids) for n, r in zip(pads, batch, strict=True)]
-        mask = [[0] * n + [1] * (width - n) for n in pads]
-        with torch.inference_mode():
-            out = work.plain.generate(  # pyright: ignore[reportCallIssue]
-                torch.tensor(ids), attention_mask=torch.tensor(mask), generation_config=config
-            )
-        new = out[:, width:].tolist()
-        work.theirs.update({r.id: tokens for r, tokens in zip(batch, new, strict=True)})
-        total += sum(map(len, new))
-    return total
-
-
-def sorted_batches(requests: Sequence[Request], size: int) -> Iterator[list[Request]]:
-    order = sorted(requests, key=lambda r: len(r.prompt_ids))
-    for at in range(0, len(order), size):
-        yield order[at : at + size]
+    done = bench.transformers_answers(work.plain, work.requests, work.new_tokens, batch_size)
+    work.theirs.update(done)
+    return sum(map(len, done.values()))
 
 
 def describe(work: Work, reference_name: str, ours: float, theirs: float) -> int:
