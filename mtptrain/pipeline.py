@@ -23,7 +23,7 @@ from mtptrain import __version__
 from mtptrain.attention_backends.base import AttentionBackend
 from mtptrain.capture import CaptureSettings, ShardSink, capture_missing, identity
 from mtptrain.chat import Chat
-from mtptrain.datasets.prompts import read_prompts
+from mtptrain.datasets.prompts import evenly, read_prompts
 from mtptrain.drafts.base import Draft, HeadConfig
 from mtptrain.drafts.folder import check_contract, contract, load_draft, save_draft
 from mtptrain.prepare import PrepareSettings, completion_answer, prepare_shards, read_answers
@@ -124,7 +124,7 @@ class Session:
 
     def _read(self, key: str, limit: int | None) -> list[Conversation]:
         path = data_file(str(self.config.data[key]), f"data.{key}")
-        return read_prompts(path, self.config.data.max_turns)[: limit or None]
+        return evenly(read_prompts(path, self.config.data.max_turns), limit)
 
     def settings(self, kind: type, key: str) -> Any:
         """A section of the config as its frozen dataclass."""

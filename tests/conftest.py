@@ -33,6 +33,7 @@ from mtptrain.runtime.engine import Engine
 from mtptrain.runtime.scheduler import EngineLimits
 from mtptrain.targets.base import Target
 from mtptrain.train.module import DraftModule, TrainSettings
+from mtptrain.train.vocabulary import AllTokens
 from mtptrain.types import Completion, Request, SamplingParams, Turn
 from mtptrain.validate.simulated import pack
 
@@ -214,7 +215,7 @@ def _fit(
 ) -> Draft:
     """`epochs` passes over the documents, twelve a step, without Lightning's loop."""
     packs = [pack(documents[i : i + 12]) for i in range(0, len(documents), 12)] * settings.epochs
-    module = DraftModule(draft, loss, settings, backend, 512, len(packs))
+    module = DraftModule(draft, loss, settings, backend, AllTokens(draft, 512), len(packs))
     module.log_dict = lambda *args, **kwargs: None  # pyright: ignore, there is no Trainer
     parts = module.configure_optimizers()
     for step, batch in enumerate(packs):
@@ -241,6 +242,7 @@ def settings() -> TrainSettings:
         unroll_steps=3,
         unroll_from=0.0,
         step_decay=0.9,
+        scored_tokens=0,
         supervise="assistant",
         held_out=0,
         curve_points=0,

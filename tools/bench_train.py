@@ -40,7 +40,7 @@ from mtptrain.runtime.scheduler import EngineLimits
 from mtptrain.targets.base import Target
 from mtptrain.train.data import StoreData, TapColumns
 from mtptrain.train.module import DraftModule, TrainSettings
-from mtptrain.train.vocabulary import choose_vocabulary
+from mtptrain.train.vocabulary import AllTokens, heaviest, token_weights
 from mtptrain.types import DraftBatch, Sample
 
 UNROLL, VOCABULARY, WARM_UP = 3, 12_288, 2
@@ -173,7 +173,7 @@ def write_features(subject: bench.Subject, folder: Path, samples: Sequence[Sampl
     write_peer_table(folder / "peer", samples)
     store = FeatureStore.open(folder / "features")
     final = TapColumns.of(store, CONFIG.taps).final
-    vocab = torch.tensor(choose_vocabulary(store, final, target, VOCABULARY))
+    vocab = torch.tensor(heaviest(token_weights(store, final, target), VOCABULARY))
     sayable = torch.zeros(target.vocab_size, dtype=torch.bool).index_fill(0, vocab, True)
     np.save(folder / "peer" / f"d2t-{VOCABULARY}.npy", (vocab - torch.arange(VOCABULARY)).numpy())
     np.save(folder / "peer" / f"t2d-{VOCABULARY}.npy", sayable.numpy())
@@ -203,11 +203,12 @@ def our_run(target: Target, folder: Path, batch_tokens: int, seconds: float) -> 
         store, CONFIG.taps, batch_tokens=batch_tokens, epochs=epochs, held_out=0, seed=0
     )
     settings = train_settings(epochs, batch_tokens)
-    module = DraftModule(draft, KL(), settings, SdpaBackend(), target.vocab_size, len(data.batches))
+    scoring = AllTokens(draft, target.vocab_size)
+    module = DraftModule(draft, KL(), settings, SdpaBackend(), scoring, len(data.batches))
     gemm, clock = gemm_rate(), Clock(seconds)
     trainer(settings, clock).fit(module, datamodule=data)
     return measured(
-        clock, gemm, sum(needed_flops(b, target, module.draft_id) for b in clock.batches)
+        clock, gemm, sum(needed_flops(b, target, scoring.tokens.index) for b in clock.batches)
     )
 
 
@@ -238,6 +239,7 @@ def train_settings(epochs: int, batch_tokens: int) -> TrainSettings:
         unroll_steps=UNROLL,
         unroll_from=0.0,
         step_decay=1.0,
+        scored_tokens=0,
         supervise="assistant",
         held_out=0,
         curve_points=0,

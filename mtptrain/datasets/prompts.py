@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from mtptrain.types import Conversation, Turn, UserError
 
+T = TypeVar("T")
 ROLES: dict[str, Literal["system", "user", "assistant"]] = {
     "system": "system",
     "developer": "system",
@@ -41,6 +42,16 @@ def read_prompts(path: Path, max_turns: int | None = None) -> list[Conversation]
         twice = next(i for i in ids if ids.count(i) > 1)
         raise UserError(f"{path} has two rows with id {twice!r}; make ids unique or leave them out")
     return [_first_turns(row, max_turns) for row in rows] if max_turns else rows
+
+
+def evenly(rows: Sequence[T], count: int | None) -> list[T]:
+    """`count` rows spread evenly over all of them, in order; all where `count` is None, 0 or too large.
+
+    A file sorted by category keeps every category that way.
+    """
+    if not count or count >= len(rows):
+        return list(rows)
+    return [rows[i * len(rows) // count] for i in range(count)]
 
 
 _EXAMPLE = '{"turns": ["What is a prime number?"]}'

@@ -16,6 +16,7 @@ import lightning as L
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import Logger, WandbLogger
+from torch import Tensor
 
 from hidden_state_cache import FeatureStore
 from mtptrain.attention_backends.base import AttentionBackend
@@ -26,7 +27,13 @@ from mtptrain.train.callbacks import HeldOutCurve, ShowProgress, StopAtNonFinite
 from mtptrain.train.data import StoreData, TapColumns
 from mtptrain.train.metrics import MetricsCsv
 from mtptrain.train.module import DraftModule, TrainSettings
-from mtptrain.train.vocabulary import choose_vocabulary
+from mtptrain.train.vocabulary import (
+    AllTokens,
+    SampledTokens,
+    Scoring,
+    heaviest,
+    token_weights,
+)
 
 
 @dataclass(frozen=True)
@@ -55,7 +62,8 @@ def fit_draft(
     resume = _load(checkpoint)
     L.seed_everything(seed, verbose=False)
     columns = TapColumns.of(store, config.taps)
-    vocab = choose_vocabulary(store, columns.final, target, config.draft_vocab_size)
+    weights = token_weights(store, columns.final, target)
+    vocab = heaviest(weights, config.draft_vocab_size)
     draft = replace(config, draft_vocab=vocab).build(target)
     data = StoreData(
         store,
@@ -67,7 +75,8 @@ def fit_draft(
         start=int(resume["global_step"]) if resume else 0,
     )
     steps = len(data.batches)
-    module = DraftModule(draft, loss, settings, backend, target.vocab_size, steps)
+    scoring = _scoring(draft, target, weights, settings.scored_tokens, seed)
+    module = DraftModule(draft, loss, settings, backend, scoring, steps)
     if data.batches.start < steps:
         curve = HeldOutCurve(data, backend, num_draft_tokens, settings.curve_points)
         trainer = _trainer(settings, folder, data.batches.start, [curve])
@@ -82,6 +91,12 @@ def fit_draft(
         module.load_state_dict(resume["state_dict"])
         module.on_load_checkpoint(resume)
     return TrainResult(draft, steps, module.supervised_rows)
+
+
+def _scoring(draft: Draft, target: Target, weights: Tensor, size: int, seed: int) -> Scoring:
+    if 0 < size < len(draft.head_rows()):
+        return SampledTokens(target.head_weight, weights, size, seed)
+    return AllTokens(draft, target.vocab_size)
 
 
 def _load(checkpoint: Path) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from mtptrain.attention_backends.base import AttentionBackend
 from mtptrain.drafts.base import Draft
 from mtptrain.losses.base import FeatureLoss, LossSums, VocabLoss, compute
 from mtptrain.train.muon import Muon
+from mtptrain.train.vocabulary import ScoredTokens, Scoring
 from mtptrain.types import DraftBatch, UserError
 
 
@@ -38,6 +39,7 @@ class TrainSettings:
     unroll_steps: int
     unroll_from: float  # share of all steps after which more than the first drafted step is trained
     step_decay: float  # weight of unrolled step j is step_decay ** j, normalised
+    scored_tokens: int  # vocabulary of one step's loss, drawn anew; 0: all that the draft can say
     supervise: Literal["assistant", "all"]
     held_out: int  # samples kept out for the curve
     curve_points: int
@@ -68,20 +70,21 @@ class DraftModule(L.LightningModule):
         loss: VocabLoss | FeatureLoss,
         settings: TrainSettings,
         backend: AttentionBackend,
-        vocab_size: int,
+        scoring: Scoring,
         total_steps: int,
     ) -> None:
         super().__init__()
         self.draft, self.loss, self.settings, self.backend = draft, loss, settings, backend
         self.total_steps = total_steps
         self.supervised_rows = 0
-        self.draft_id = _draft_ids(draft, vocab_size)
+        self.scoring = scoring
 
     def training_step(self, batch: DraftBatch, batch_idx: int) -> Tensor:
         everything = self.settings.supervise == "all"
         mask = torch.ones_like(batch.loss_mask) if everything else batch.loss_mask
         begun = batch_idx >= self.settings.unroll_from * self.total_steps
-        sums = self._sums(batch, mask, self.settings.unroll_steps if begun else 1)
+        scored = self.scoring.of(batch, batch_idx)
+        sums = self._sums(batch, mask, self.settings.unroll_steps if begun else 1, scored)
         weights = self.settings.step_decay ** torch.arange(len(sums.loss), device=self.device)
         weights = weights / weights.sum()
         loss = (weights * sums.loss / sums.count.clamp(min=1)).sum()
@@ -89,17 +92,19 @@ class DraftModule(L.LightningModule):
         self._log(loss, sums)
         return loss
 
-    def _sums(self, batch: DraftBatch, mask: Tensor, num_steps: int) -> LossSums:
+    def _sums(
+        self, batch: DraftBatch, mask: Tensor, num_steps: int, scored: ScoredTokens
+    ) -> LossSums:
         steps = list(self.draft.unroll(batch, num_steps, mask, self.backend))
         labels = torch.cat([batch.input_ids[s.label_rows] for s in steps])
-        draft_labels = self.draft_id.to(self.device)[labels]
+        scored_labels = scored.index[labels]
         return compute(
             self.loss,
             torch.cat([s.states for s in steps]),
             batch.final,
-            draft_labels,
-            (draft_labels >= 0).float(),  # a row whose token the draft cannot say teaches nothing
-            self.draft.head_rows(),
+            scored_labels,
+            (scored_labels >= 0).float(),  # a row whose token the draft cannot say teaches nothing
+            scored.rows,
             target_rows=torch.cat([s.target_rows for s in steps]),
             step_rows=[len(s.states) for s in steps],
         )
@@ -143,12 +148,3 @@ class DraftModule(L.LightningModule):
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         self.supervised_rows = checkpoint["supervised_rows"]
-
-
-def _draft_ids(draft: Draft, vocab_size: int) -> Tensor:
-    """Draft-vocabulary index of every target id, -1 outside it, [V]."""
-    if draft.vocab is None:
-        return torch.arange(vocab_size)
-    ids = torch.full((vocab_size,), -1)
-    ids[draft.vocab] = torch.arange(len(draft.vocab))
-    return ids

@@ -1,31 +1,33 @@
-"""Which target tokens a reduced draft vocabulary keeps.
+"""Which tokens matter: those a reduced draft vocabulary keeps, and those that one training step scores.
 
 Tokens are ranked by the target's own probability mass over a sample of stored rows plus their count in the
 stored text. The mass covers tokens that the target would write but did not write in this sample, which
-counts alone miss. It gives up per-domain vocabularies.
+counts alone miss. Most of a step's work is the frozen head, so a step may score a part of the vocabulary:
+the heaviest tokens, all tokens of the batch, and some of the rest drawn anew each step, which keeps every
+token in its place (sampled softmax: Jean et al., arXiv 1412.2007, here on both distributions). It gives up
+per-domain vocabularies.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from hidden_state_cache import FeatureStore
+from mtptrain.drafts.base import Draft
 from mtptrain.targets.base import Target
+from mtptrain.types import DraftBatch
 
 SAMPLED_ROWS = 16_384
 CHUNK_ROWS = 128
+HEAVIEST_SHARE = 0.75  # of the tokens that a step scores; the rest is drawn
 
 
-def choose_vocabulary(
-    store: FeatureStore, final: slice, target: Target, size: int
-) -> tuple[int, ...]:
-    """The `size` heaviest token ids, ascending; all ids (an empty tuple) where size is 0 or at least V.
-
-    `final` is the place of the `final` tap in a feature row.
-    """
-    if not 0 < size < target.vocab_size:
-        return ()
+def token_weights(store: FeatureStore, final: slice, target: Target) -> Tensor:
+    """What each token weighs in the stored answers, [V] float64; `final` is that tap's place in a row."""
     weight = torch.zeros(target.vocab_size, dtype=torch.float64)
     stride = max(1, store.num_tokens // SAMPLED_ROWS)
     at = 0
@@ -35,7 +37,7 @@ def choose_vocabulary(
         offset = -at % stride
         weight += stride * _mass(sample.features[offset::stride, final], target)
         at += len(sample.input_ids)
-    return tuple(weight.topk(size).indices.sort().values.tolist())
+    return weight
 
 
 @torch.inference_mode()
@@ -44,3 +46,57 @@ def _mass(states: Tensor, target: Target) -> Tensor:  # [R, H] -> [V]
     for chunk in states.split(CHUNK_ROWS):
         mass += torch.softmax(target.logits(chunk.to(target.device)), -1).sum(0).double().cpu()
     return mass
+
+
+def heaviest(weights: Tensor, size: int) -> tuple[int, ...]:
+    """The `size` heaviest token ids, ascending; all ids (an empty tuple) where size is 0 or at least V."""
+    if not 0 < size < len(weights):
+        return ()
+    return tuple(weights.topk(size).indices.sort().values.tolist())
+
+
+@dataclass(frozen=True, eq=False)
+class ScoredTokens:
+    """The tokens over which one step compares target and draft."""
+
+    rows: Tensor  # [S, H] of the frozen lm_head
+    index: Tensor  # [V] place of each target id among them, -1: not scored
+
+
+class Scoring(Protocol):
+    """Chooses what a step scores."""
+
+    def of(self, batch: DraftBatch, step: int) -> ScoredTokens: ...
+
+
+class AllTokens:
+    """Every step scores all that the draft can say."""
+
+    def __init__(self, draft: Draft, vocab_size: int) -> None:
+        rows = draft.head_rows()
+        ids = torch.arange(vocab_size) if draft.vocab is None else draft.vocab
+        self.tokens = ScoredTokens(rows, _index(ids, vocab_size).to(rows.device))
+
+    def of(self, batch: DraftBatch, step: int) -> ScoredTokens:
+        return self.tokens
+
+
+class SampledTokens:
+    """`size` tokens a step and those of its batch; the same seed and step give the same tokens."""
+
+    def __init__(self, head: Tensor, weights: Tensor, size: int, seed: int) -> None:
+        order = weights.argsort(descending=True, stable=True)
+        core = round(HEAVIEST_SHARE * size)
+        self.head, self.core, self.rest = head, order[:core], order[core:]
+        self.drawn, self.seed = size - core, seed
+
+    def of(self, batch: DraftBatch, step: int) -> ScoredTokens:
+        order = torch.Generator().manual_seed((self.seed * 1_000_003 + step) & (2**63 - 1))
+        drawn = self.rest[torch.randint(len(self.rest), (self.drawn,), generator=order)]
+        ids = torch.cat([self.core, batch.input_ids.cpu(), drawn]).unique()
+        on = self.head.device
+        return ScoredTokens(self.head[ids.to(on)], _index(ids, len(self.head)).to(on))
+
+
+def _index(ids: Tensor, vocab_size: int) -> Tensor:
+    return torch.full((vocab_size,), -1).index_copy(0, ids, torch.arange(len(ids)))

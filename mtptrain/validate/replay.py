@@ -2,8 +2,8 @@
 
 The target first answers alone: the reference for losslessness and speed, the text that prompt lookup and the
 simulated walk run over, and the source of second-turn prompts. Then draft and target answer the same
-requests together, at the asked temperature and, unless that was sampled already, at T=1. It gives up engines
-of others: `exporters` and a test in a real engine are for that.
+requests together, at the asked temperature and, unless that was sampled already, some of them at T=1. It
+gives up engines of others: `exporters` and a test in a real engine are for that.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Protocol
 
 from mtptrain.attention_backends.base import AttentionBackend
 from mtptrain.chat import Chat
+from mtptrain.datasets.prompts import evenly
 from mtptrain.drafts.base import Draft
 from mtptrain.prepare import answer_turns
 from mtptrain.progress import progress
@@ -44,7 +45,7 @@ class ReplaySettings:
     """What is replayed; from `validate:` in the recipe."""
 
     max_new_tokens: int
-    sampled: bool  # also at T=1
+    sampled_prompts: int  # so many are replayed at T=1 as well, spread evenly; 0: none
 
 
 class MakeEngine(Protocol):
@@ -83,19 +84,22 @@ def replay(
     plain = _plain(alone, conversations, chat, greedy)
     requests = [c.request for c in plain]
 
-    def together(at: float, name: str) -> tuple[MeasuredRun, list[Completion]]:
+    def together(
+        at: float, asked: Sequence[Request], name: str
+    ) -> tuple[MeasuredRun, list[Completion]]:
         runner = engine(batch_size, draft, num_draft_tokens)
         params = SamplingParams(at, max_new_tokens=settings.max_new_tokens, seed=seed)
-        done = _generate(runner, requests, params, name)
+        done = _generate(runner, asked, params, name)
         measured = measure_acceptance(done, num_draft_tokens, seed)
         sampling = Sampling(at, num_draft_tokens, None, seed, batch_size)
         speed = _speed(alone.times, runner.times)
         return measured_run(measured, sampling, speed), done
 
-    run, speculative = together(temperature, f"draft and target, T={temperature:g}")
+    run, speculative = together(temperature, requests, f"draft and target, T={temperature:g}")
     sampled = None
-    if settings.sampled and temperature == 0:
-        sampled, _ = together(1.0, "draft and target, T=1")
+    if settings.sampled_prompts and temperature == 0:
+        some = evenly(requests, settings.sampled_prompts)
+        sampled, _ = together(1.0, some, "draft and target, T=1")
     walked = measure_acceptance(
         list(simulate(draft, plain, num_draft_tokens, backend)), num_draft_tokens
     )

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mtptrain.datasets.prompts import read_prompts
+from mtptrain.datasets.prompts import evenly, read_prompts
 from mtptrain.run import recipes_dir
 from mtptrain.types import Turn, UserError
 
@@ -134,3 +134,20 @@ def test_no_evaluation_prompt_is_trained_on() -> None:
         for f in ("starter.jsonl", "starter_eval.jsonl")
     )
     assert not train & held
+
+
+@pytest.mark.parametrize(
+    ("count", "kept"),
+    [
+        (None, "abcdef"),
+        (0, "abcdef"),
+        (9, "abcdef"),
+        (6, "abcdef"),
+        (3, "ace"),
+        (4, "abde"),
+        (1, "a"),
+    ],
+)
+def test_a_part_is_spread_evenly(count: int | None, kept: str) -> None:
+    """Exactly as many as asked, in order; none or too many asked for is all."""
+    assert evenly("abcdef", count) == list(kept)

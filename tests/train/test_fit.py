@@ -100,11 +100,16 @@ def test_killed_behind_the_last_checkpoint(fit: Callable[..., TrainResult], tmp_
     assert _same(first, again) and again.supervised_rows == first.supervised_rows > 0
 
 
-def test_muon_resumes_too(
-    fit: Callable[..., TrainResult], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    "how", [{"optimizer": "muon", "learning_rate": 1e-2}, {"scored_tokens": 64}]
+)
+def test_every_choice_resumes(
+    how: dict[str, object],
+    fit: Callable[..., TrainResult],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Its momentum is part of the checkpoint."""
-    how = {"optimizer": "muon", "learning_rate": 1e-2}
+    """Muon's momentum is part of the checkpoint, and the tokens drawn for a step are a function of the step."""
     result = fit(tmp_path / "whole", **how)
     with monkeypatch.context() as patch:
         _kill_at(7, patch)

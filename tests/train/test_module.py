@@ -16,6 +16,7 @@ from mtptrain.drafts.mtp import MTPConfig
 from mtptrain.losses.kl import KL
 from mtptrain.targets.base import Target
 from mtptrain.train.module import DraftModule, TrainSettings
+from mtptrain.train.vocabulary import AllTokens
 from mtptrain.types import Completion, DraftBatch, UserError
 from mtptrain.validate.simulated import pack
 
@@ -33,7 +34,8 @@ def make(
 ) -> Callable[..., DraftModule]:
     def build(config: MTPConfig = SHARED, steps: int = 100, **changes: Any) -> DraftModule:
         how = replace(settings, **changes)
-        module = DraftModule(config.build(tiny_target), KL(), how, backend, 512, steps)
+        draft = config.build(tiny_target)
+        module = DraftModule(draft, KL(), how, backend, AllTokens(draft, 512), steps)
         module.log_dict = lambda values, **_: module.__dict__.update(logged=values)  # pyright: ignore
         return module
 

@@ -2,41 +2,57 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
+import pytest
 import torch
+from torch import Tensor
 
 from hidden_state_cache import FeatureStore
+from mtptrain.drafts.mtp import MTPConfig
 from mtptrain.targets.base import Target
 from mtptrain.train.data import TapColumns
-from mtptrain.train.vocabulary import choose_vocabulary
+from mtptrain.train.vocabulary import AllTokens, SampledTokens, heaviest, token_weights
+from mtptrain.types import Completion, DraftBatch
+from mtptrain.validate.simulated import pack
 
 
 def _final(store: FeatureStore) -> slice:
     return TapColumns.of(store, ("final",)).final
 
 
-def test_all_of_it(store: FeatureStore, tiny_target: Target) -> None:
+@pytest.fixture(scope="module")
+def weights(store: FeatureStore, tiny_target: Target) -> Tensor:
+    return token_weights(store, _final(store), tiny_target)
+
+
+def test_all_of_it(weights: Tensor) -> None:
     """0, or as many as there are, is no reduction."""
     for size in (0, 512, 9999):
-        assert choose_vocabulary(store, _final(store), tiny_target, size) == ()
+        assert heaviest(weights, size) == ()
 
 
-def test_ids_are_ascending_and_repeatable(store: FeatureStore, tiny_target: Target) -> None:
+def test_ids_are_ascending_and_repeatable(
+    store: FeatureStore, tiny_target: Target, weights: Tensor
+) -> None:
     """The same store gives the same ids, each once, in the order that d2t needs."""
-    ids = choose_vocabulary(store, _final(store), tiny_target, 60)
+    ids = heaviest(weights, 60)
     assert len(set(ids)) == 60 and list(ids) == sorted(ids)
-    assert ids == choose_vocabulary(store, _final(store), tiny_target, 60)
+    assert ids == heaviest(token_weights(store, _final(store), tiny_target), 60)
 
 
-def test_a_smaller_choice_is_part_of_a_larger_one(store: FeatureStore, tiny_target: Target) -> None:
+def test_a_smaller_choice_is_part_of_a_larger_one(weights: Tensor) -> None:
     """Tokens are ranked once."""
-    few, more = (set(choose_vocabulary(store, _final(store), tiny_target, n)) for n in (20, 80))
-    assert few < more
+    assert set(heaviest(weights, 20)) < set(heaviest(weights, 80))
 
 
-def test_the_kept_tokens_carry_the_targets_mass(store: FeatureStore, tiny_target: Target) -> None:
+def test_the_kept_tokens_carry_the_targets_mass(
+    store: FeatureStore, tiny_target: Target, weights: Tensor
+) -> None:
     """On answer rows they hold clearly more of the target's probability than as many of the most frequent tokens
     do, and nearly every token that was written."""
-    ids = list(choose_vocabulary(store, _final(store), tiny_target, 120))
+    ids = list(heaviest(weights, 120))
     counts, mass, written = torch.zeros(512), torch.zeros(512), torch.zeros(512)
     for sample in store:
         counts += sample.input_ids.bincount(minlength=512)
@@ -46,3 +62,47 @@ def test_the_kept_tokens_carry_the_targets_mass(store: FeatureStore, tiny_target
     frequent = counts.topk(120).indices
     assert mass[ids].sum() > mass[frequent].sum() + 0.03 * mass.sum()
     assert written[ids].sum() / written.sum() > 0.97
+
+
+# ---- what a step scores ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def batch(answers: list[Completion], document: Callable[..., Any]) -> DraftBatch:
+    return pack([document(c, ("final",)) for c in answers[:2]])
+
+
+def test_all_tokens_are_those_that_the_draft_can_say(
+    tiny_target: Target, batch: DraftBatch
+) -> None:
+    """Rows and places belong together; what the draft cannot say has no place."""
+    draft = MTPConfig(draft_vocab=(3, 5, 8)).build(tiny_target)
+    tokens = AllTokens(draft, 512).of(batch, 0)
+    assert tokens.rows.equal(tiny_target.head_weight[[3, 5, 8]])
+    assert tokens.index[[3, 5, 8, 4]].tolist() == [0, 1, 2, -1] and (tokens.index >= 0).sum() == 3
+
+
+def test_a_step_scores_heavy_tokens_its_batch_and_some_drawn(
+    tiny_target: Target, weights: Tensor, batch: DraftBatch
+) -> None:
+    """Every label has a place, the heaviest are always there, and over the steps every token is."""
+    scoring, seen = SampledTokens(tiny_target.head_weight, weights, 64, seed=0), set[int]()
+    for step in range(500):
+        tokens = scoring.of(batch, step)
+        ids = (tokens.index >= 0).nonzero().squeeze(1)
+        assert tokens.rows.equal(tiny_target.head_weight[ids])
+        assert tokens.index[ids].equal(torch.arange(len(ids)))
+        assert set(heaviest(weights, 48)) | set(batch.input_ids.tolist()) <= set(ids.tolist())
+        assert len(ids) <= 64 + len(batch.input_ids.unique())
+        seen |= set(ids.tolist())
+    assert seen == set(range(512))
+
+
+def test_what_is_drawn_is_a_function_of_seed_and_step(
+    tiny_target: Target, weights: Tensor, batch: DraftBatch
+) -> None:
+    """So a resumed run scores what it would have scored."""
+    one, same, other = (SampledTokens(tiny_target.head_weight, weights, 64, s) for s in (0, 0, 1))
+    assert one.of(batch, 7).index.equal(same.of(batch, 7).index)
+    assert not one.of(batch, 7).index.equal(one.of(batch, 8).index)
+    assert not one.of(batch, 7).index.equal(other.of(batch, 7).index)

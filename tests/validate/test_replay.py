@@ -43,7 +43,7 @@ def run(
         limits = EngineLimits(max_batch, num_draft_tokens=num_draft_tokens)
         return Engine(tiny_target, backend, limits, tiny_chat.eos_ids, draft, capture_taps)
 
-    def make(temperature: float = 0.0, batch_size: int = 3, sampled: bool = True) -> Report:
+    def make(temperature: float = 0.0, batch_size: int = 3, sampled_prompts: int = 1000) -> Report:
         return replay(
             tiny_target,
             fit_head(MTPConfig()),
@@ -51,7 +51,7 @@ def run(
             rows,
             engine,
             backend,
-            ReplaySettings(24, sampled),
+            ReplaySettings(24, sampled_prompts),
             num_draft_tokens=3,
             temperature=temperature,
             batch_size=batch_size,
@@ -94,7 +94,14 @@ def test_a_sampled_report_claims_nothing_of_losslessness(run: Callable[..., Repo
     """At T=1 answers may differ from the greedy ones, so nothing is compared, and T=1 is run once."""
     report = run(temperature=1.0)
     assert report.lossless is None and report.sampled is None
-    assert run(sampled=False).sampled is None
+    assert run(sampled_prompts=0).sampled is None
+
+
+def test_a_part_of_the_prompts_is_sampled(run: Callable[..., Report]) -> None:
+    """Two of five are replayed at T=1; all are at T=0."""
+    report = run(sampled_prompts=2)
+    assert report.sampled is not None
+    assert (report.counts.prompts, report.sampled.counts.prompts) == (5, 2)
 
 
 def test_a_batch_of_nobody_is_the_users_error(run: Callable[..., Report]) -> None:
