@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -39,7 +39,7 @@ from mtptrain.run import (
 )
 from mtptrain.runtime.engine import Engine
 from mtptrain.runtime.scheduler import EngineLimits
-from mtptrain.targets.base import Target
+from mtptrain.targets.base import Target, layer_count, place_taps
 from mtptrain.targets.fingerprint import target_fingerprint
 from mtptrain.targets.gguf import resolve
 from mtptrain.train.fit import fit_draft
@@ -106,7 +106,7 @@ class Session:
             raise UserError(
                 "draft= names a draft that needs no training; choose a head such as draft=mtp"
             )
-        return config
+        return replace(config, taps=place_taps(config.taps, layer_count(self.folder)))
 
     @property
     def taps(self) -> tuple[str, ...]:

@@ -66,10 +66,7 @@ class Target:
                 output_loading_info=True,
             )
         except (OSError, ValueError, KeyError, SafetensorError) as error:
-            reason = str(error).strip().splitlines()[0]
-            raise UserError(
-                f"target.path={folder} cannot be loaded ({reason}); give a folder or hub id of a causal LM"
-            ) from None
+            raise _not_loaded(folder, error) from None
         model, info = loaded
         if missing := sorted(info["missing_keys"]):  # transformers would leave them random
             raise UserError(
@@ -176,6 +173,40 @@ class Target:
     def new_norm(self) -> nn.Module:
         """A trainable norm of the target's own class, with the gain of its final norm."""
         return copy.deepcopy(self.decoder.norm).float().train().requires_grad_(True)
+
+
+def layer_count(folder: Path) -> int:
+    """Decoder layers of a transformers folder, from its config alone. Raises UserError as `Target.load` does."""
+    try:
+        config = AutoConfig.from_pretrained(folder)
+        return int(config.get_text_config().num_hidden_layers)
+    except (OSError, ValueError, KeyError, AttributeError) as error:
+        raise _not_loaded(folder, error) from None
+
+
+def place_taps(taps: Sequence[str], num_layers: int) -> tuple[str, ...]:
+    """Gives `layer.80%` its number, so that a recipe fits targets of any depth; other names stay.
+
+    A share is that of the layers up to and including the tapped one. Raises UserError for an impossible share.
+    """
+    return tuple(_place_tap(tap, num_layers) for tap in taps)
+
+
+def _place_tap(tap: str, num_layers: int) -> str:
+    kind, _, share = tap.partition(".")
+    if kind != "layer" or not share.endswith("%"):
+        return tap
+    percent = share.removesuffix("%")
+    if not percent.isdigit() or not 0 < int(percent) <= 100:
+        raise UserError(f"tap {tap!r} is no share of the layers; use layer.1% to layer.100%")
+    return f"layer.{max(1, round(int(percent) * num_layers / 100)) - 1}"
+
+
+def _not_loaded(folder: Path, error: Exception) -> UserError:
+    reason = str(error).strip().splitlines()[0]
+    return UserError(
+        f"target.path={folder} cannot be loaded ({reason}); give a folder or hub id of a causal LM"
+    )
 
 
 def tap_layer(tap: str) -> int | None:

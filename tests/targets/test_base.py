@@ -11,7 +11,7 @@ from transformers import LlamaForCausalLM
 
 from mtptrain.attention_backends.base import AttentionBackend, ForwardContext
 from mtptrain.targets import base
-from mtptrain.targets.base import Target, tap_layer
+from mtptrain.targets.base import Target, layer_count, place_taps, tap_layer
 from mtptrain.targets.fingerprint import target_fingerprint
 from mtptrain.types import UserError
 
@@ -93,6 +93,36 @@ def test_a_target_is_frozen(tiny_target: Target) -> None:
     assert not any(p.requires_grad for p in tiny_target.model.parameters())
     assert (tiny_target.hidden_size, tiny_target.num_layers, tiny_target.vocab_size) == (64, 4, 512)
     assert tiny_target.kv_shape() == (2, 16)
+
+
+@pytest.mark.parametrize(
+    ("tap", "of", "placed"),
+    [
+        ("layer.80%", 30, "layer.23"),
+        ("layer.80%", 4, "layer.2"),
+        ("layer.1%", 4, "layer.0"),
+        ("layer.100%", 4, "layer.3"),
+        ("layer.2", 4, "layer.2"),
+        ("final", 4, "final"),
+    ],
+)
+def test_a_share_of_the_layers_gets_its_number(tap: str, of: int, placed: str) -> None:
+    """One recipe fits targets of any depth; names that are numbers already stay."""
+    assert place_taps([tap], of) == (placed,)
+
+
+@pytest.mark.parametrize("tap", ["layer.0%", "layer.101%", "layer.x%", "layer.%"])
+def test_an_impossible_share_is_the_users_error(tap: str) -> None:
+    """The message names the tap and what would do."""
+    with pytest.raises(UserError, match=f"tap '{tap}' is no share of the layers"):
+        place_taps([tap], 4)
+
+
+def test_layers_are_counted_without_loading(tiny_folder: Path, tmp_path: Path) -> None:
+    """The config tells; a folder without one is the same error as when it is loaded."""
+    assert layer_count(tiny_folder) == 4
+    with pytest.raises(UserError, match=f"target.path={tmp_path} cannot be loaded"):
+        layer_count(tmp_path)
 
 
 def test_a_folder_without_a_model_is_the_users_error(tmp_path: Path) -> None:
