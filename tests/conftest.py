@@ -154,7 +154,7 @@ def requests(tiny_chat: Chat) -> list[Request]:
 
 # ---- answers and heads -----------------------------------------------------------------------------------
 
-TAPS = ("layer.1", "final_prenorm", "final")
+TAPS = ("layer.1", "layer.2", "final_prenorm", "final")
 
 
 @pytest.fixture(scope="session")

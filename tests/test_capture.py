@@ -17,7 +17,7 @@ from mtptrain.prepare import Answer, completion_answer
 from mtptrain.targets.base import Target
 from mtptrain.types import Completion, Sample, UserError
 
-TAPS = ("layer.1", "final_prenorm", "final")
+TAPS = ("layer.1", "layer.2", "final_prenorm", "final")
 SETTINGS = CaptureSettings("fp32", 200, False)
 
 
@@ -36,6 +36,7 @@ def test_identity_says_where_each_tap_is_taken(tiny_target: Target, tiny_chat: C
     found = identity(tiny_target, tiny_chat, TAPS, "f00d", "d0")
     assert [(t.name, t.layer, t.norm, t.width) for t in found.taps] == [
         ("layer.1", 1, "pre", 64),
+        ("layer.2", 2, "pre", 64),
         ("final_prenorm", None, "pre", 64),
         ("final", None, "post", 64),
     ]

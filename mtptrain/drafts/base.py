@@ -122,6 +122,9 @@ class Draft(nn.Module):
         """
         raise NotImplementedError(f"{type(self).__name__} is not trained")
 
+    def calibrate(self, features: Tensor) -> None:
+        """Adapts the untrained start to some real features [R, W]; called once, before training."""
+
     def refill(self, rows: TrueRows) -> None:
         """Fills pages during prefill, for rows that do not draft yet."""
 

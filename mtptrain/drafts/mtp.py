@@ -29,7 +29,7 @@ from mtptrain.drafts.base import (
     UnrollStep,
     supervised_chain,
 )
-from mtptrain.targets.base import Target
+from mtptrain.targets.base import Target, tap_layer
 from mtptrain.types import DraftBatch, UserError
 
 
@@ -39,7 +39,9 @@ class MTPConfig(HeadConfig):
 
     norms: Literal["restored", "none"] = "restored"
     depth: int = 1
-    init_layer: int = 0  # decoder layer of the target whose weights the head starts from
+    init_layer: int | None = (
+        None  # decoder layer whose weights the head starts from; None: see `first_layer`
+    )
     embedding_scale: float = 0.0  # how much of the identity `fc` starts with on the embedding
 
     def __post_init__(self) -> None:
@@ -54,6 +56,14 @@ class MTPConfig(HeadConfig):
     def build(self, target: Target) -> MTP:
         return MTP(self, target)
 
+    def first_layer(self, num_layers: int) -> int:
+        """The layer to start from: unless asked otherwise, the one behind the last tap, so that the head
+        begins as the target's own continuation; layer 0 behind the final norm, where nothing follows."""
+        if self.init_layer is not None:
+            return self.init_layer
+        tapped = tap_layer(self.taps[-1])
+        return 0 if tapped is None or tapped + 1 >= num_layers else tapped + 1
+
 
 class MTPModule(nn.Module):
     """Norms, `fc`, decoder layer and output norm of one step; [T, H] states in, [T, H] states out."""
@@ -65,7 +75,7 @@ class MTPModule(nn.Module):
         self.enorm = nn.RMSNorm(hidden, eps=target.norm_eps) if restored else nn.Identity()
         self.hnorm = nn.RMSNorm(hidden, eps=target.norm_eps) if restored else nn.Identity()
         self.fc = nn.Linear(2 * hidden, hidden, bias=not restored)
-        self.layer = target.new_decoder_layer(config.init_layer, pool_layer)
+        self.layer = target.new_decoder_layer(config.first_layer(target.num_layers), pool_layer)
         self.norm = target.new_norm() if restored else nn.Identity()
         if not restored:
             self.layer.input_layernorm = nn.Identity()
@@ -120,6 +130,21 @@ class MTP(Draft):
 
     def head_rows(self) -> Tensor:
         return self._head_rows[0]
+
+    @torch.no_grad()
+    def calibrate(self, features: Tensor) -> None:
+        """Where the head goes on with the layer behind its last tap, `hnorm` keeps the size of that tap: the
+        layer's own outputs are small or large only beside it."""
+        tapped = tap_layer(self.config.taps[-1])
+        if tapped is None or self.config.first_layer(self.target.num_layers) != tapped + 1:
+            return
+        last = features[:, -self.target.hidden_size :].float()
+        size = (
+            last.pow(2).mean(-1).sqrt().median()
+        )  # not the mean: the first token's is off the scale
+        for module in self.steps:
+            if isinstance(module, MTPModule) and isinstance(module.hnorm, nn.RMSNorm):
+                module.hnorm.weight.fill_(size)
 
     def _state(self, features: Tensor) -> Tensor:  # [T, W] -> [T, H]
         if not len(self.tap_norms):

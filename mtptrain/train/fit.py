@@ -35,6 +35,8 @@ from mtptrain.train.vocabulary import (
     token_weights,
 )
 
+CALIBRATION_SAMPLES = 32
+
 
 @dataclass(frozen=True)
 class TrainResult:
@@ -65,6 +67,7 @@ def fit_draft(
     weights = token_weights(store, columns.final, target)
     vocab = heaviest(weights, config.draft_vocab_size)
     draft = replace(config, draft_vocab=vocab).build(target)
+    draft.calibrate(_some_features(store, columns))
     data = StoreData(
         store,
         config.taps,
@@ -97,6 +100,12 @@ def _scoring(draft: Draft, target: Target, weights: Tensor, size: int, seed: int
     if 0 < size < len(draft.head_rows()):
         return SampledTokens(target.head_weight, weights, size, seed)
     return AllTokens(draft, target.vocab_size)
+
+
+def _some_features(store: FeatureStore, columns: TapColumns) -> Tensor:
+    """Those of a few samples spread over the store, [R, W]."""
+    few = range(0, len(store), max(1, len(store) // CALIBRATION_SAMPLES))
+    return torch.cat([columns.select(store[i].features) for i in few])
 
 
 def _load(checkpoint: Path) -> dict[str, Any]:

@@ -53,6 +53,41 @@ def test_a_head_starts_as_the_targets_own_layer(
     assert not torch.equal(next(module.layer.parameters()), next(iter(own.values())))
 
 
+@pytest.mark.parametrize(
+    ("taps", "init_layer", "first"),
+    [
+        (("layer.1",), None, 2),
+        (("final", "layer.0"), None, 1),
+        (("layer.3",), None, 0),
+        (("final",), None, 0),
+        (("layer.1",), 3, 3),
+    ],
+)
+def test_a_head_goes_on_where_its_tap_ends(
+    taps: tuple[str, ...], init_layer: int | None, first: int, tiny_target: Target
+) -> None:
+    """It starts from the layer behind its last tap, unless nothing follows or another one is asked for."""
+    config = MTPConfig(taps=taps, init_layer=init_layer)
+    assert config.first_layer(4) == first
+    own = tiny_target.decoder.layers[first].mlp.up_proj.weight
+    assert _module(config, tiny_target).layer.mlp.up_proj.weight.equal(own)
+
+
+def test_a_continued_tap_keeps_its_size(tiny_target: Target) -> None:
+    """`hnorm` takes the median size of the last tap, outliers left out; where the head does not go on from its
+    tap it starts at one."""
+    features = torch.randn(9, 128)
+    features[:, 64:] *= 7 / features[:, 64:].pow(2).mean(-1, keepdim=True).sqrt()
+    features[0] *= 1000
+    head = MTPConfig(taps=("final", "layer.1")).build(tiny_target)
+    other = MTPConfig(taps=("final", "layer.1"), init_layer=0).build(tiny_target)
+    for draft, size in ((head, 7.0), (other, 1.0)):
+        draft.calibrate(features)
+        module = draft.steps[0]
+        assert isinstance(module, MTPModule) and isinstance(module.hnorm, nn.RMSNorm)
+        torch.testing.assert_close(module.hnorm.weight, torch.full((64,), size))
+
+
 def test_each_module_has_pages_of_its_own(tiny_target: Target) -> None:
     """Module k of several writes layer L + k of the pool; a shared one writes layer L at every step."""
     three = MTPConfig(depth=3).build(tiny_target)

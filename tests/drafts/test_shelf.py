@@ -32,7 +32,7 @@ from mtptrain.runtime.engine import Engine
 from mtptrain.runtime.model_runner import ModelRunner
 from mtptrain.runtime.scheduler import EngineLimits, Scheduler
 from mtptrain.runtime.scheduler import Sequence as Running
-from mtptrain.targets.base import Target
+from mtptrain.targets.base import Target, place_taps
 from mtptrain.types import Completion, DraftBatch, Request, SamplingParams
 from mtptrain.validate.acceptance import measure_acceptance
 from mtptrain.validate.simulated import pack
@@ -47,6 +47,7 @@ VARIANTS: dict[str, list[dict[str, object]]] = {
         {"depth": 3},
         {"norms": "none"},
         {"taps": ("layer.1", "final")},
+        {"taps": ("final",)},
         {"draft_vocab": EVEN},
         {"depth": 2, "taps": ("final_prenorm",), "draft_vocab": EVEN, "embedding_scale": 0.3},
     ]
@@ -69,7 +70,8 @@ every_head = pytest.mark.parametrize(
 def _head(kind: str, change: dict[str, object]) -> HeadConfig:
     config = _config(kind)
     assert isinstance(config, HeadConfig)
-    return replace(config, **{"draft_vocab_size": 0, **change})  # pyright: ignore
+    taps = place_taps(config.taps, 4)
+    return replace(config, **{"draft_vocab_size": 0, "taps": taps, **change})  # pyright: ignore
 
 
 def _shaken(config: HeadConfig, target: Target) -> Draft:

@@ -19,8 +19,11 @@ def store(
     answers: list[Completion],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> FeatureStore:
-    """Twenty-four answers in three shards, with three taps in fp32."""
-    folder, taps = tmp_path_factory.mktemp("store"), ("layer.1", "final_prenorm", "final")
+    """Twenty-four answers in three shards, with four taps in fp32."""
+    folder, taps = (
+        tmp_path_factory.mktemp("store"),
+        ("layer.1", "layer.2", "final_prenorm", "final"),
+    )
     writer = FeatureWriter(folder, identity(tiny_target, tiny_chat, taps, "f00d", "d0"), "fp32")
     sink = ShardSink(writer, tiny_target, taps, True)
     for shard in range(3):

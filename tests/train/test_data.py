@@ -75,7 +75,7 @@ def test_a_batch_is_what_the_store_holds(store: FeatureStore) -> None:
         )
         for index, ids, features, final in parts:
             sample = store[index]
-            layer, _, last = sample.features.split(64, -1)
+            layer, _, _, last = sample.features.split(64, -1)
             assert torch.equal(ids, sample.input_ids) and torch.equal(final, last)
             assert torch.equal(features, torch.cat([last, layer], -1))
         assert int(batch.loss_mask.sum()) == sum(int(store[i].loss_mask.sum()) for i in documents)
@@ -83,5 +83,5 @@ def test_a_batch_is_what_the_store_holds(store: FeatureStore) -> None:
 
 def test_a_tap_that_was_not_captured_is_the_users_error(store: FeatureStore) -> None:
     """The message says what there is and what to set."""
-    with pytest.raises(UserError, match=r"not \['layer.2'\]; capture again with draft.taps="):
-        TapColumns.of(store, ("layer.1", "layer.2"))
+    with pytest.raises(UserError, match=r"not \['layer.0'\]; capture again with draft.taps="):
+        TapColumns.of(store, ("layer.1", "layer.0"))
