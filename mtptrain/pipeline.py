@@ -293,7 +293,8 @@ def validate(session: Session) -> None:
             temperature=float(session.config.temperature),
             batch_size=int(session.config.batch_size),
             seed=session.seed,
-            draft_name=f"{session.config.draft['_target_'].rpartition('.')[2]} {session.draft_folder}",
+            target_name=str(session.config.target.path),
+            draft_name=str(session.config.draft["_target_"]).split(".")[-2],
             origin=lambda: provenance(
                 session.config, session.times | {"validate": time.perf_counter() - start}
             ),

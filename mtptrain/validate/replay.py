@@ -73,6 +73,7 @@ def replay(
     temperature: float,
     batch_size: int,
     seed: int,
+    target_name: str,
     draft_name: str,
     origin: Callable[[], Provenance],
 ) -> Report:
@@ -106,7 +107,7 @@ def replay(
     ngram = measure_acceptance(list(simulate_ngram(plain, num_draft_tokens)), num_draft_tokens)
     return assemble(
         run,
-        target=target.config.name_or_path or target.path,
+        target=target_name,
         draft=draft_name,
         provenance=origin(),
         baselines=Baselines(Baseline(ngram.tokens_per_step)),

@@ -56,6 +56,7 @@ def run(
             temperature=temperature,
             batch_size=batch_size,
             seed=0,
+            target_name="tiny",
             draft_name="mtp",
             origin=_origin,
         )
