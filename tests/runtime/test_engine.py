@@ -135,7 +135,7 @@ def test_speculative_greedy_is_plain_greedy(
     assert _tokens(completions) == reference[:first]
     accepted = {p.accepted for c in completions for p in c.passes}
     assert max(accepted, default=0) <= CASES[name].num_draft_tokens
-    assert {0, 1} <= accepted or first < 10
+    assert (min(accepted) == 0 and max(accepted) > 0) or first < 10
 
 
 @every_case
