@@ -26,9 +26,17 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def headline() -> str:
-    return _runs(
-        [("`mtptrain fit`", "smollm2"), ("`mtptrain fit recipe=smollm2-long`", "smollm2-long")]
-    )
+    """The runs of the main job, and what their stages took (features are taken during prepare)."""
+    runs = [("`mtptrain fit`", "smollm2"), ("`mtptrain fit recipe=smollm2-long`", "smollm2-long")]
+    lines = [_runs(runs)]
+    for name, stem in runs:
+        path = RESULTS / f"{stem}.json"
+        if path.exists():
+            times = load_report(path).provenance.times
+            stages = ("prepare", "train", "validate")
+            spent = [f"{stage} {times[stage] / 60:.1f}" for stage in stages if stage in times]
+            lines.append(f"\nMinutes of {name}: {', '.join(spent)}.\n")
+    return "".join(lines)
 
 
 def ablation() -> str:

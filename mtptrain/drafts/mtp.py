@@ -39,9 +39,7 @@ class MTPConfig(HeadConfig):
 
     norms: Literal["restored", "none"] = "restored"
     depth: int = 1
-    init_layer: int | None = (
-        None  # decoder layer whose weights the head starts from; None: see `first_layer`
-    )
+    init_layer: int | None = None  # decoder layer to start from; None: see `first_layer`
     embedding_scale: float = 0.0  # how much of the identity `fc` starts with on the embedding
 
     def __post_init__(self) -> None:
@@ -139,9 +137,7 @@ class MTP(Draft):
         if tapped is None or self.config.first_layer(self.target.num_layers) != tapped + 1:
             return
         last = features[:, -self.target.hidden_size :].float()
-        size = (
-            last.pow(2).mean(-1).sqrt().median()
-        )  # not the mean: the first token's is off the scale
+        size = last.pow(2).mean(-1).sqrt().median()  # the first token's is off the scale
         for module in self.steps:
             if isinstance(module, MTPModule) and isinstance(module.hnorm, nn.RMSNorm):
                 module.hnorm.weight.fill_(size)

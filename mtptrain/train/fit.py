@@ -20,6 +20,7 @@ from torch import Tensor
 
 from hidden_state_cache import FeatureStore
 from mtptrain.attention_backends.base import AttentionBackend
+from mtptrain.datasets.prompts import evenly
 from mtptrain.drafts.base import Draft, HeadConfig
 from mtptrain.losses.base import FeatureLoss, VocabLoss
 from mtptrain.targets.base import Target
@@ -104,7 +105,7 @@ def _scoring(draft: Draft, target: Target, weights: Tensor, size: int, seed: int
 
 def _some_features(store: FeatureStore, columns: TapColumns) -> Tensor:
     """Those of a few samples spread over the store, [R, W]."""
-    few = range(0, len(store), max(1, len(store) // CALIBRATION_SAMPLES))
+    few = evenly(range(len(store)), CALIBRATION_SAMPLES)
     return torch.cat([columns.select(store[i].features) for i in few])
 
 

@@ -135,7 +135,9 @@ def test_speculative_greedy_is_plain_greedy(
     assert _tokens(completions) == reference[:first]
     accepted = {p.accepted for c in completions for p in c.passes}
     assert max(accepted, default=0) <= CASES[name].num_draft_tokens
-    assert (min(accepted) == 0 and max(accepted) > 0) or first < 10
+    partly = [p for c in completions for p in c.passes if 0 < p.accepted < p.proposed]
+    assert (0 in accepted and max(accepted) > 0) or first < 10
+    assert partly or first < 10 or CASES[name].num_draft_tokens == 1
 
 
 @every_case
