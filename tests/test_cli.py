@@ -204,6 +204,8 @@ def test_a_dotted_key_is_suggested_by_its_last_word(
     for word in ("lesson.homwork_pages=1", "homework_pages=1"):
         assert main(["train", flag, "recipe=own", word]) == 2
         assert "did you mean lesson.homework_pages?" in only_line(capsys)
+    assert main(["train", "train.leaning_rate=1"]) == 2
+    assert "did you mean train.learning_rate" in only_line(capsys)
 
 
 @pytest.mark.parametrize(

@@ -56,11 +56,15 @@ class MTPConfig(HeadConfig):
 
     def first_layer(self, num_layers: int) -> int:
         """The layer to start from: unless asked otherwise, the one behind the last tap, so that the head
-        begins as the target's own continuation; layer 0 behind the final norm, where nothing follows."""
+        begins as the target's own continuation; layer 0 where none follows."""
         if self.init_layer is not None:
             return self.init_layer
+        return self.next_layer(num_layers) or 0
+
+    def next_layer(self, num_layers: int) -> int | None:
+        """The layer behind the last tap; None behind the last layer and the final norm."""
         tapped = tap_layer(self.taps[-1])
-        return 0 if tapped is None or tapped + 1 >= num_layers else tapped + 1
+        return None if tapped is None or tapped + 1 >= num_layers else tapped + 1
 
 
 class MTPModule(nn.Module):
@@ -133,8 +137,8 @@ class MTP(Draft):
     def calibrate(self, features: Tensor) -> None:
         """Where the head goes on with the layer behind its last tap, `hnorm` keeps the size of that tap: the
         layer's own outputs are small or large only beside it."""
-        tapped = tap_layer(self.config.taps[-1])
-        if tapped is None or self.config.first_layer(self.target.num_layers) != tapped + 1:
+        layers = self.target.num_layers
+        if self.config.first_layer(layers) != self.config.next_layer(layers):
             return
         last = features[:, -self.target.hidden_size :].float()
         size = last.pow(2).mean(-1).sqrt().median()  # the first token's is off the scale
