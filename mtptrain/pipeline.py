@@ -226,7 +226,7 @@ def capture(session: Session) -> None:
     if _skip(session, "capture", stage, session.store_key):
         return
     prepare(session)
-    start = time.perf_counter()
+    stage, start = session.store_stage, time.perf_counter()  # its own time, without prepare's
     sink = _sink(session)
     answers = read_answers(session.answers_stage.path)
     settings: CaptureSettings = session.settings(CaptureSettings, "capture")

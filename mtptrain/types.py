@@ -21,12 +21,28 @@ class UserError(ValueError):
     """A fault of the user's input: one line that says what is wrong, where, and what to do (exit code 2)."""
 
 
+Role = Literal["system", "user", "assistant", "tool"]
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """A call that an assistant turn makes."""
+
+    name: str
+    arguments: str  # JSON text of an object
+    id: str | None = None
+
+
 @dataclass(frozen=True)
 class Turn:
     """One message of a conversation."""
 
-    role: Literal["system", "user", "assistant"]
+    role: Role
     content: str
+    reasoning: str | None = None  # what an assistant turn thought before its content
+    tool_calls: tuple[ToolCall, ...] = ()
+    tool_call_id: str | None = None  # which call a tool turn answers
+    name: str | None = None  # of the tool that answers
 
 
 @dataclass(frozen=True)
@@ -36,6 +52,7 @@ class Conversation:
     id: str
     category: str
     turns: tuple[Turn, ...]
+    tools: str | None = None  # JSON text of the list of tools that the template is given
 
 
 @dataclass(frozen=True)

@@ -1,14 +1,18 @@
-"""Writes the measured figures into README.md from the JSON files in docs/results/.
+"""Writes the measured figures into README.md from the files in docs/results/.
 
-A published number is never typed: a run's report.json, or the last line of a benchmark, is copied into
-docs/results/ and this script renders the blocks between `<!-- figures:NAME -->` and `<!-- end -->`. `--check`
-fails when README.md is out of step. It gives up prose: words around the blocks are written by hand.
+A published number is never typed: `--take RUN_DIR NAME` copies a run's report and its curve, the last line of
+a benchmark goes to bench-NAME.json, and this script renders the blocks between `<!-- figures:NAME -->` and
+`<!-- end -->`. `--check` fails when README.md is out of step. It gives up prose: words around the blocks are
+written by hand.
 """
 
 from __future__ import annotations
 
+import argparse
+import csv
 import json
 import re
+import shutil
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -17,6 +21,7 @@ from mtptrain.validate.report import Report, load_report
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "docs" / "results"
+LENGTH, TRAINED = "held_out/simulated_acceptance_length", "train/supervised_rows"
 BLOCK = re.compile(r"(<!-- figures:(\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -56,6 +61,28 @@ def benchmarks() -> str:
     return table(["benchmark", "ours", "reference", "unit", "ratio", "machine"], rows)
 
 
+def curve() -> str:
+    """Held-out acceptance length of the long run while it trained."""
+    path = RESULTS / "smollm2-long-curve.csv"
+    if not path.exists():
+        return ""
+    with path.open(newline="") as file:
+        points = [(float(row[TRAINED]), float(row[LENGTH])) for row in csv.DictReader(file)]
+    tokens = [f"{rows / 1000:,.0f}k" for rows, _ in points]
+    return table(["trained tokens", *tokens], [["simulated", *(f"{al:.2f}" for _, al in points)]])
+
+
+def take(run_dir: Path, name: str) -> None:
+    """Copies what is published of a run: its report, and the points of its held-out curve."""
+    shutil.copy(run_dir / "report.json", RESULTS / f"{name}.json")
+    with (run_dir / "train" / "metrics.csv").open(newline="") as file:
+        points = [row for row in csv.DictReader(file) if row.get(LENGTH)]
+    with (RESULTS / f"{name}-curve.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, ["step", TRAINED, LENGTH], extrasaction="ignore")
+        writer.writeheader()
+        writer.writerows(points)
+
+
 def _runs(named: Sequence[tuple[str, str]]) -> str:
     rows = []
     for name, stem in named:
@@ -93,14 +120,21 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "headline": headline,
     "ablation": ablation,
     "benchmarks": benchmarks,
+    "curve": curve,
 }
 
 
 def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--check", action="store_true", help="change nothing; fail if out of step")
+    parser.add_argument("--take", nargs=2, metavar=("RUN_DIR", "NAME"), help="publish a run first")
+    args = parser.parse_args()
+    if args.take:
+        take(Path(args.take[0]), args.take[1])
     readme = ROOT / "README.md"
     old = readme.read_text()
     new = BLOCK.sub(lambda m: m[1] + BLOCKS[m[2]]() + m[3], old)
-    if "--check" in sys.argv:
+    if args.check:
         return int(new != old)
     readme.write_text(new)
     return 0

@@ -97,7 +97,10 @@ class HeldOutCurve(L.Callback):
             return
         every = max(1, int(trainer.num_training_batches) // self.points)
         if trainer.global_step % every == 0:
-            point = {"held_out/simulated_acceptance_length": self._acceptance_length(pl_module)}
+            point = {
+                "held_out/simulated_acceptance_length": self._acceptance_length(pl_module),
+                "train/supervised_rows": float(pl_module.supervised_rows),
+            }
             for logger in trainer.loggers:  # `self.log` would keep every tenth step's only
                 logger.log_metrics(point, step=trainer.global_step - 1)
 
@@ -121,7 +124,7 @@ def _walk_rows(batch: DraftBatch, run: Tensor) -> list[int]:
 
 
 def plot_curves(metrics: Path, out: Path) -> None:
-    """Loss and held-out acceptance length against steps, from Lightning's metrics.csv, as a PNG."""
+    """Loss and held-out acceptance length against supervised rows, from metrics.csv, as a PNG."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -131,10 +134,10 @@ def plot_curves(metrics: Path, out: Path) -> None:
         rows = list(csv.DictReader(file))
     figure, axes = pyplot.subplots(1, 2, figsize=(10, 4))
     for axis, key in zip(axes, ("train/loss", "held_out/simulated_acceptance_length"), strict=True):
-        points = [(int(r["step"]), float(r[key])) for r in rows if r.get(key)]
+        points = [(float(r["train/supervised_rows"]), float(r[key])) for r in rows if r.get(key)]
         if points:
             axis.plot(*zip(*points, strict=True))
-        axis.set(xlabel="step", title=key)
+        axis.set(xlabel="supervised rows", title=key)
     figure.tight_layout()
     figure.savefig(out, dpi=120)
     pyplot.close(figure)
