@@ -115,7 +115,8 @@ class Scheduler:
             needed = self._most_pages(self.waiting[0])
             if needed > self.book.available - sum(s.reserved for s in self.running):
                 return
-            self._start(self.waiting.popleft(), needed)
+            self.waiting[0].reserved = needed
+            self.running.append(self.waiting.popleft())
 
     def _check_fits(self, sequence: Sequence) -> None:
         """Before anything runs: the prompt may be the last of thousands."""
@@ -132,18 +133,22 @@ class Scheduler:
         )
         return -(-rows // self.limits.page_size)
 
-    def _start(self, sequence: Sequence, needed: int) -> None:
-        if self.share_prefix:
-            sequence.pages = self.book.shared_prefix(sequence.request.prompt_ids)
+    def _share(self, sequence: Sequence) -> None:
+        """Takes over the pages of its prompt that lie there by now."""
+        sequence.pages = self.book.shared_prefix(sequence.request.prompt_ids)
         sequence.kv_len = sequence.draft_len = len(sequence.pages) * self.limits.page_size
         sequence.kept = [self.page_features[p] for p in sequence.pages if p in self.page_features]
-        sequence.reserved = needed - len(sequence.pages)
-        self.running.append(sequence)
+        sequence.reserved -= len(sequence.pages)
 
     def prefill_chunks(self) -> list[tuple[Sequence, int]]:
-        """(sequence, rows to run) of the next prefill step, in order of arrival; empty: decode."""
+        """(sequence, rows to run) of the next prefill step, in order of arrival; empty: decode.
+
+        A prompt looks for shared pages only when its turn comes: those before it have published theirs.
+        """
         chunks, budget = [], self.limits.max_prefill_tokens
         for sequence in self.running:
+            if budget and self.share_prefix and not sequence.pages:
+                self._share(sequence)
             rows = min(sequence.num_prompt - sequence.kv_len, budget)
             if rows > 0:
                 chunks.append((sequence, rows))

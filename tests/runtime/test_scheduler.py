@@ -85,9 +85,21 @@ def test_shared_pages_are_not_reserved_again() -> None:
     _run_prefill(scheduler)
     scheduler.finish(scheduler.running[0])
     scheduler.admit()
-    (b,) = scheduler.running
-    assert b.kv_len == b.draft_len == 8 and b.pages == [0, 1]
+    ((b, rows),) = scheduler.prefill_chunks()
+    assert b.kv_len == b.draft_len == 8 and b.pages == [0, 1] and rows == 3
     assert b.reserved == -(-(11 + 3 + 1) // limits.page_size) - 2
+
+
+def test_prompts_that_wait_for_prefill_share_what_those_before_them_published() -> None:
+    """Both are admitted at once; the second looks for shared pages when its own turn comes."""
+    prompts = [tuple(range(10)), (*range(9), 50, 51)]
+    requests = [Request(str(i), "all", prompt) for i, prompt in enumerate(prompts)]
+    limits = EngineLimits(2, max_prefill_tokens=10, page_size=4, num_pages=64)
+    scheduler = Scheduler(requests, SamplingParams(max_new_tokens=3), limits, True)
+    scheduler.admit()
+    _run_prefill(scheduler)
+    first, second = scheduler.running
+    assert second.pages[:2] == first.pages[:2]
 
 
 def test_a_prompt_that_can_never_fit_is_the_users_error_before_any_work() -> None:

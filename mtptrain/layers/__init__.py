@@ -1,0 +1,1 @@
+"""Parts that targets and drafts share."""
