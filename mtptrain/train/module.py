@@ -131,7 +131,11 @@ class DraftModule(L.LightningModule):
             )
         else:
             optimizer = torch.optim.AdamW(
-                parameters, s.learning_rate, betas=(0.9, 0.95), weight_decay=s.weight_decay
+                parameters,
+                s.learning_rate,
+                betas=(0.9, 0.95),
+                weight_decay=s.weight_decay,
+                fused=True,
             )
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, self._schedule)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
