@@ -127,7 +127,7 @@ class Manifest:
         if manifest is None:
             fault = f"format_version is {shown(version)} in the store"
             fault = f"{fault} but {FORMAT_VERSION} was expected"
-            raise StoreError(f"{where}: {fault}; capture again into another folder")
+            raise StoreError(f"{where}: {fault}; delete this store, or capture into another folder")
         return manifest
 
     @classmethod

@@ -233,9 +233,13 @@ def prepare(session: Session) -> None:
     """The target answers the prompts; features are captured on the way unless told otherwise."""
     stage = session.answers_stage
     settings: PrepareSettings = session.settings(PrepareSettings, "prepare")
-    whole = not missing_answers(session.prompts, stage.path, settings)
-    if whole and _skip(session, "prepare", stage, session.answers_key):
+    missing = missing_answers(session.prompts, stage.path, settings)
+    if not missing and _skip(session, "prepare", stage, session.answers_key):
         return
+    if stage.is_complete(session.answers_key):
+        log.warning(
+            "prepare: %s lacks %d of its files; they are prepared again", stage.path, len(missing)
+        )
     start = time.perf_counter()
     on_the_way = session.settings(CaptureSettings, "capture").during_prepare
     _check_space(session, settings)
@@ -261,8 +265,11 @@ def prepare(session: Session) -> None:
 def capture(session: Session) -> None:
     """Features of the answers, for whatever shards prepare has not captured on the way."""
     stage = session.store_stage
-    if _opens(session.store_folder) and _skip(session, "capture", stage, session.store_key):
+    fault = _store_fault(session.store_folder)
+    if fault is None and _skip(session, "capture", stage, session.store_key):
         return
+    if stage.is_complete(session.store_key):
+        log.warning("capture: %s; it is mended", fault)
     prepare(session)
     stage, start = session.store_stage, time.perf_counter()  # its own time, without prepare's
     sink = _sink(session)
@@ -374,12 +381,12 @@ def _sink(session: Session) -> ShardSink:
     return ShardSink(writer, session.target, session.taps, greedy)
 
 
-def _opens(store: Path) -> bool:
-    """False where a shard is missing or cut short, which capture can mend."""
+def _store_fault(store: Path) -> str | None:
+    """What keeps the store from being opened: a shard that is missing or cut short, or all of them."""
     try:
-        return bool(FeatureStore.open(store))
-    except StoreError:
-        return False
+        FeatureStore.open(store)
+    except StoreError as error:
+        return str(error)
 
 
 def _prove_store(session: Session) -> None:

@@ -21,6 +21,7 @@ ORDER = (  # a room imports those of its own line and of the lines above
         "compose",
         "sealed",
         "lock",
+        "ranges",
         "__init__",
     ),
     ("attention_backends",),
