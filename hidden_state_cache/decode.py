@@ -12,7 +12,7 @@ import math
 import reprlib
 from dataclasses import fields, is_dataclass
 from types import NoneType, UnionType
-from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, cast, get_args, get_origin, get_type_hints
 
 T = TypeVar("T")
 _SHOWN = reprlib.Repr()
@@ -36,10 +36,10 @@ def _decode(kind: Any, value: Any, where: str) -> Any:
     if origin is UnionType:
         return None if value is None and NoneType in inner else _decode(inner[0], value, where)
     if origin is tuple and isinstance(value, list):
-        items: list[Any] = value
+        items = cast("list[Any]", value)
         return tuple(_decode(inner[0], x, f"{where}[{i}]") for i, x in enumerate(items))
     if origin is dict and isinstance(value, dict):
-        pairs: dict[str, Any] = value
+        pairs = cast("dict[str, Any]", value)
         return {key: _decode(inner[1], x, f"{where}.{key}") for key, x in pairs.items()}
     if _is_of(kind, origin, inner, value):
         return value
@@ -49,7 +49,7 @@ def _decode(kind: Any, value: Any, where: str) -> Any:
 def _object(kind: Any, value: Any, where: str) -> Any:
     if not isinstance(value, dict):
         raise ValueError(f"{where or 'it'} is no object")
-    held: dict[str, Any] = value
+    held = cast("dict[str, Any]", value)
     hints, names = get_type_hints(kind), [field.name for field in fields(kind)]
     if wrong := sorted(set(names) ^ set(held)):
         raise ValueError(f"{where or 'it'} has missing or unknown fields {shown(wrong)}")

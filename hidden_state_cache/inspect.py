@@ -1,7 +1,7 @@
 """What a store is, for people: summary, verification, and one sample as it reads.
 
 Reads everything once, as `verify` does. Names and texts of the store are shown as Python writes them, so
-that a hostile one cannot drive the terminal. It gives up a choice of sample: the first of a sound shard.
+that a hostile one cannot drive the terminal. It gives up a choice of sample: the first that can be read.
 """
 
 from __future__ import annotations
@@ -9,9 +9,13 @@ from __future__ import annotations
 import os
 from itertools import accumulate
 from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+from torch.linalg import vector_norm
 
 from hidden_state_cache.decode import shown
-from hidden_state_cache.manifest import MANIFEST, Manifest, StoreError, StoreIdentity
+from hidden_state_cache.manifest import MANIFEST, Manifest, StoreError, StoreIdentity, TapSpec
 from hidden_state_cache.reader import FeatureStore
 from hidden_state_cache.shard import StoredSample
 from hidden_state_cache.verify import VerifyResult, verify
@@ -81,17 +85,16 @@ def _sample(store: FeatureStore) -> list[str]:
 
 def _shown_sample(sample: StoredSample, identity: StoreIdentity) -> list[str]:
     tokens, supervised = len(sample.input_ids), int(sample.loss_mask.sum())
+    first: Any = sample.input_ids[:12]
     lines = [
         f"sample     {shown(sample.id)} ({shown(sample.category)}): {tokens:,} tokens, "
         f"{supervised:,} of them supervised",
-        f"  ids      {shown(sample.input_ids[:12].tolist())}",
+        f"  ids      {first.tolist()}{' ...' if tokens > 12 else ''}",
     ]
-    if tokens:
-        parts = sample.features.split(list(identity.widths), 1)
-        for tap, rows in zip(identity.taps, parts, strict=True):
-            norm = rows.norm(dim=1).mean().item()
-            lines.append(
-                f"  {shown(tap.name)}: mean norm of a row {norm:.4g}, "
-                f"largest value {rows.abs().max().item():.4g}"
-            )
-    return lines
+    parts = sample.features.split_with_sizes(identity.widths, 1)
+    return [*lines, *map(_tap, identity.taps, parts if tokens else ())]
+
+
+def _tap(tap: TapSpec, rows: Tensor) -> str:
+    size, largest = float(vector_norm(rows, dim=1).mean()), float(rows.abs().amax())
+    return f"  {shown(tap.name)}: mean norm of a row {size:.4g}, largest value {largest:.4g}"

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -95,7 +95,7 @@ def _map(file: Any, layout: Layout) -> Shard:
     """Raises ValueError where the file is not of this layout, before anything is sized by it."""
     if set(file.keys()) != set(layout):
         raise ValueError(f"it holds {shown(sorted(file.keys()))}, not {sorted(layout)}")
-    tensors: dict[str, Tensor] = {name: file.get_tensor(name) for name in layout}
+    tensors: dict[str, Any] = {name: file.get_tensor(name) for name in layout}
     for name, (shape, dtype) in layout.items():
         found = (list(tensors[name].shape), tensors[name].dtype)
         if found != (shape, dtype):
@@ -122,7 +122,7 @@ def _require_borders(offsets: list[int], tokens: int) -> None:
 
 
 def _texts(value: Any, count: int, key: str) -> list[str]:
-    texts: list[Any] = value if isinstance(value, list) else []
+    texts = cast("list[Any]", value if isinstance(value, list) else [])
     if len(texts) != count or not all(isinstance(text, str) for text in texts):
         raise ValueError(f"{key} are not {count} texts")
     return texts

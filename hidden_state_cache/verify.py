@@ -44,9 +44,12 @@ def verify(folder: Path, workers: int = 1) -> VerifyResult:
     there is no readable manifest: nothing is then known to check against.
     """
     manifest = Manifest.of_store(folder)
+
+    def fault_of(shard: ShardInfo) -> str | None:
+        return _fault(folder, shard, manifest)
+
     with ThreadPoolExecutor(workers) as pool:
-        found = pool.map(lambda shard: _fault(folder, shard, manifest), manifest.shards)
-        faults = tuple(fault for fault in found if fault)
+        faults = tuple(fault for fault in pool.map(fault_of, manifest.shards) if fault)
     return VerifyResult(len(manifest.shards), manifest.tokens, manifest.bytes, faults)
 
 

@@ -393,10 +393,10 @@ def _prove_store(session: Session) -> None:
     """Every byte that is trained on is as it was written. Raises UserError naming the shards that are not."""
     if not session.settings(CaptureSettings, "capture").verify:
         return
-    proof = verify(session.store_folder, workers=os.cpu_count() or 1)
-    if proof.faults:
-        more = f" (and {len(proof.faults) - 1} more)" if len(proof.faults) > 1 else ""
-        raise UserError(f"{session.store_folder}: {proof.faults[0]}{more}")
+    faults = list(verify(session.store_folder, workers=os.cpu_count() or 1).faults)
+    if faults:
+        more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
+        raise UserError(f"{session.store_folder}: {faults[0]}{more}")
 
 
 def _check_weights(session: Session) -> None:

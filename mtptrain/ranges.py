@@ -54,6 +54,7 @@ def check_ranges(values: Mapping[str, object]) -> None:
     """Raises UserError at the first of the `dotted.key: value` that lies outside its range."""
     for key, (least, most) in RANGES.items():
         value = values.get(key)
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if is_number and not least <= value <= most:  # false of nan, too
+        if not isinstance(value, int | float) or isinstance(value, bool):
+            continue
+        if not least <= value <= most:  # false of nan, too
             raise UserError(f"{key}={value} must lie in {least:g} to {most:g}")

@@ -79,7 +79,8 @@ def start(subject: Subject, place: Path, *more: str, verb: str = "train", limit:
     try:
         os.environ["MTPTRAIN_CACHE"] = str(place / "cache")
         log = os.open(f"{place}.{os.getpid()}.log", os.O_WRONLY | os.O_CREAT)
-        os.dup2(log, 1), os.dup2(log, 2)
+        for stream in (1, 2):
+            os.dup2(log, stream)
         torch.set_num_threads(1)
         if limit:
             resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))

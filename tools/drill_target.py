@@ -83,7 +83,7 @@ def _make_tiny(folder: Path) -> None:
         max_position_embeddings=2048,
         tie_word_embeddings=True,
         initializer_range=0.2,
-        eos_token_id=tokenizer.eos_token_id,
+        eos_token_id=1,  # <|im_end|>
     )
     LlamaForCausalLM(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
