@@ -40,7 +40,7 @@ def _decode(kind: Any, value: Any, where: str) -> Any:
         return tuple(_decode(inner[0], x, f"{where}[{i}]") for i, x in enumerate(items))
     if origin is dict and isinstance(value, dict):
         pairs = cast("dict[str, Any]", value)
-        return {key: _decode(inner[1], x, f"{where}.{key}") for key, x in pairs.items()}
+        return {key: _decode(inner[1], x, f"{where}[{shown(key)}]") for key, x in pairs.items()}
     if _is_of(kind, origin, inner, value):
         return value
     raise ValueError(f"{where} cannot be {shown(value)}")

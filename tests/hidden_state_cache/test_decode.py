@@ -23,6 +23,7 @@ class Outer:
     flag: bool
     inner: tuple[Inner, ...]
     more: dict[str, object]
+    names: dict[str, str]
 
 
 GOOD: dict[str, Any] = {
@@ -31,13 +32,14 @@ GOOD: dict[str, Any] = {
     "flag": True,
     "inner": [{"name": "x", "size": None}, {"name": "y", "size": 3}],
     "more": {"k": [1]},
+    "names": {},
 }
 
 
 def test_what_fits_is_taken_as_it_is() -> None:
     """Nested objects, lists, optional and literal fields arrive; a whole number may stand for a float."""
     inner = (Inner("x", None), Inner("y", 3))
-    assert decode(Outer, GOOD) == Outer("a", 1, True, inner, {"k": [1]})
+    assert decode(Outer, GOOD) == Outer("a", 1, True, inner, {"k": [1]}, {})
 
 
 @pytest.mark.parametrize(
@@ -53,6 +55,7 @@ def test_what_fits_is_taken_as_it_is() -> None:
         ({"inner": [{"name": "x", "size": 1.0}]}, r"inner\[0\].size"),
         ({"inner": [{"name": "x"}]}, r"inner\[0\] has missing or unknown fields \['size'\]"),
         ({"inner": [3]}, r"inner\[0\] is no object"),
+        ({"names": {"a\nb": 1}}, r"names\['a\\nb'\] cannot be 1"),
         ({"other": 1}, r"unknown fields \['other'\]"),
     ],
 )
