@@ -26,6 +26,7 @@ TORCH_DTYPES: dict[RowDtype, torch.dtype] = {
 }
 # Largest stored magnitude of the scaled kinds.
 _LARGEST: dict[RowDtype, float] = {"int8": 127.0, "fp8": 448.0}
+SCALED = frozenset(_LARGEST)
 # Infinite or NaN iff all exponent bits are set (e4m3fn: NaN iff all bits but the sign are).
 _EXPONENT = {
     torch.bfloat16: (torch.int16, 0x7F80),

@@ -2,6 +2,8 @@
 
 One JSON form serves the whole store (`manifest.json`) and each shard's sidecar, which is a manifest
 of one shard: a folder therefore knows its identity from its first shard on, before it is complete.
+What it says is believed only as far as it can be: fields of their kinds, names of shard files in this
+folder, counts that their bytes can hold.
 A mismatch is refused, field by field with both values, since features of another target, template
 or tap train a head that fails only in serving. Given up: reading older layouts; another
 `format_version` is refused.
@@ -11,16 +13,20 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from dataclasses import fields as dataclass_fields
 from pathlib import Path
 from typing import Any, Literal
 
-from hidden_state_cache.codec import ROW_DTYPES, RowDtype
+from hidden_state_cache.codec import RowDtype
+from hidden_state_cache.decode import decode, shown
 
 FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
+SHARD_NAME = re.compile(r"shard-[0-9]{1,9}-[0-9]{1,9}\.safetensors")
+MAX_BYTES = 1 << 62
 
 
 class StoreError(ValueError):
@@ -62,7 +68,8 @@ class StoreIdentity:
         """Raise StoreError naming each field in which `found`, the store at `where`, differs."""
         ours, theirs = _flat(self), _flat(found)
         faults = [
-            f"{field} is {theirs.get(field)!r} in the store but {ours.get(field)!r} was expected"
+            f"{field} is {shown(theirs.get(field))} in the store but {shown(ours.get(field))} "
+            "was expected"
             for field in ours | theirs
             if ours.get(field) != theirs.get(field)
         ]
@@ -114,12 +121,13 @@ class Manifest:
             raw = json.loads(text)
             version = raw["format_version"]
             manifest = _parse(raw) if version == FORMAT_VERSION else None
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            fault = f"damaged ({error!r}); delete it and capture again"
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            fault = f"damaged ({one_line(error)}); delete it and capture again"
             raise StoreError(f"{where}: {fault}") from error
         if manifest is None:
-            fault = f"format_version is {version!r} in the store but {FORMAT_VERSION} was expected"
-            raise StoreError(f"{where}: {fault}; capture again into another folder")
+            fault = f"format_version is {shown(version)} in the store"
+            fault = f"{fault} but {FORMAT_VERSION} was expected"
+            raise StoreError(f"{where}: {fault}; delete this store, or capture into another folder")
         return manifest
 
     @classmethod
@@ -149,11 +157,15 @@ def size_fault(folder: Path, shard: ShardInfo) -> str | None:
 def write_atomically(path: Path, data: bytes) -> None:
     """Write under a temporary name, fsync, rename, fsync the folder: `path` is whole or absent."""
     temporary = path.with_name(path.name + ".tmp")
-    with open(temporary, "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+    try:
+        with open(temporary, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:  # a full disk: its room is given back
+        temporary.unlink(missing_ok=True)
+        raise
     folder = os.open(path.parent, os.O_RDONLY)
     try:
         os.fsync(folder)
@@ -170,15 +182,35 @@ def _flat(identity: StoreIdentity) -> dict[str, object]:
     return fields
 
 
-def _parse(raw: dict[str, Any]) -> Manifest:
-    taps = tuple(TapSpec(**tap) for tap in raw["identity"]["taps"])
-    named: dict[str, Any] = {**raw["identity"], "taps": taps}
-    identity = StoreIdentity(**named)
-    shards = tuple(ShardInfo(**shard) for shard in raw["shards"])
-    whole: dict[str, Any] = {**raw, "identity": identity, "shards": shards}
-    manifest = Manifest(**whole)
-    if manifest.dtype not in ROW_DTYPES:
-        raise ValueError(f"dtype {manifest.dtype!r}")
-    if manifest != Manifest.of(identity, manifest.dtype, shards):
+def one_line(error: BaseException) -> str:
+    """An error's kind and message on one line, cut to what fits into a message."""
+    return " ".join(f"{type(error).__name__}: {error}".split())[:300]
+
+
+def _parse(raw: Any) -> Manifest:
+    """Raises ValueError where a field is missing, unknown, of another kind, or cannot be true."""
+    manifest = decode(Manifest, raw)
+    if manifest != Manifest.of(manifest.identity, manifest.dtype, manifest.shards):
         raise ValueError("totals differ from the sum of the shards")
+    if not manifest.shards:
+        raise ValueError("it has no shards")
+    if len({shard.file for shard in manifest.shards}) < len(manifest.shards):
+        raise ValueError("it names a shard twice")
+    widths = manifest.identity.widths
+    if not widths or min(widths) < 1 or sum(widths) > MAX_BYTES:
+        raise ValueError(f"no row has taps of widths {shown(widths)}")
+    for shard in manifest.shards:
+        _require_possible(shard, sum(widths))
     return manifest
+
+
+def _require_possible(shard: ShardInfo, width: int) -> None:
+    """A file in this folder, and counts that its bytes can hold: what is sized by them stays small."""
+    if not SHARD_NAME.fullmatch(shard.file):
+        raise ValueError(f"{shown(shard.file)} is no name of a shard")
+    least = 8 * shard.samples + width * shard.tokens  # an offset a sample, a byte a value
+    if shard.samples < 1 or shard.tokens < 0 or not least <= shard.bytes < MAX_BYTES:
+        raise ValueError(
+            f"{shard.file} cannot hold {shown(shard.samples)} samples of "
+            f"{shown(shard.tokens)} tokens in {shown(shard.bytes)} bytes"
+        )

@@ -12,16 +12,18 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from hidden_state_cache.codec import TORCH_DTYPES, RowDtype, decode, encode, finite_rows
-from hidden_state_cache.manifest import Manifest, ShardInfo, StoreError
+from hidden_state_cache.codec import SCALED, TORCH_DTYPES, RowDtype, decode, encode, finite_rows
+from hidden_state_cache.decode import shown
+from hidden_state_cache.manifest import Manifest, ShardInfo, StoreError, one_line
 
 
 @dataclass(frozen=True)
@@ -68,34 +70,62 @@ def open_shard(folder: Path, info: ShardInfo, manifest: Manifest) -> Shard:
     try:
         opened: Any = safe_open(folder / info.file, framework="pt")  # its stub has no types
         with opened as file:
-            shard = _map(file)
-    except (SafetensorError, OSError, KeyError, TypeError, ValueError) as error:
-        fault = f"damaged ({error}); delete it and capture again"
+            return _map(file, _layout(info, manifest))
+    except (SafetensorError, OSError, KeyError, TypeError, ValueError, RecursionError) as error:
+        fault = f"damaged ({one_line(error)}); delete it and capture again"
         raise StoreError(f"{folder / info.file}: {fault}") from error
-    _require_shape(shard, info, manifest, folder)
-    return shard
 
 
-def _map(file: Any) -> Shard:
+Layout = dict[str, tuple[list[int], torch.dtype]]
+
+
+def _layout(info: ShardInfo, manifest: Manifest) -> Layout:
+    """Shape and dtype that each tensor of the shard must have."""
+    tokens, widths, scaled = info.tokens, manifest.identity.widths, manifest.dtype in SCALED
+    layout: Layout = {
+        "features": ([tokens, sum(widths)], TORCH_DTYPES[manifest.dtype]),
+        "input_ids": ([tokens], torch.int32),
+        "loss_mask": ([tokens], torch.uint8),
+        "offsets": ([info.samples + 1], torch.int64),
+    }
+    return layout | ({"scales": ([tokens, len(widths)], torch.float32)} if scaled else {})
+
+
+def _map(file: Any, layout: Layout) -> Shard:
+    """Raises ValueError where the file is not of this layout, before anything is sized by it."""
+    if set(file.keys()) != set(layout):
+        raise ValueError(f"it holds {shown(sorted(file.keys()))}, not {sorted(layout)}")
+    tensors: dict[str, Any] = {name: file.get_tensor(name) for name in layout}
+    for name, (shape, dtype) in layout.items():
+        found = (list(tensors[name].shape), tensors[name].dtype)
+        if found != (shape, dtype):
+            raise ValueError(f"{name} is {found} in it but {(shape, dtype)} in the manifest")
     names = json.loads(file.metadata()["samples"])
+    offsets: list[int] = tensors["offsets"].tolist()
+    _require_borders(offsets, layout["input_ids"][0][0])
+    ids, categories = (_texts(names[key], len(offsets) - 1, key) for key in ("ids", "categories"))
     return Shard(
-        features=file.get_tensor("features"),
-        scales=file.get_tensor("scales") if "scales" in file.keys() else None,
-        input_ids=file.get_tensor("input_ids"),
-        loss_mask=file.get_tensor("loss_mask"),
-        offsets=file.get_tensor("offsets").tolist(),
-        ids=names["ids"],
-        categories=names["categories"],
+        tensors["features"],
+        tensors.get("scales"),
+        tensors["input_ids"],
+        tensors["loss_mask"],
+        offsets,
+        ids,
+        categories,
     )
 
 
-def _require_shape(shard: Shard, info: ShardInfo, manifest: Manifest, folder: Path) -> None:
-    kind = TORCH_DTYPES[manifest.dtype]
-    wanted = (info.samples, info.tokens, sum(manifest.identity.widths), kind)
-    found = (len(shard.ids), *shard.features.shape, shard.features.dtype)
-    if found != wanted:
-        fault = f"samples, tokens, width, dtype are {found} in it but {wanted} in the manifest"
-        raise StoreError(f"{folder / info.file}: {fault}; capture again")
+def _require_borders(offsets: list[int], tokens: int) -> None:
+    ordered = all(start <= stop for start, stop in pairwise(offsets))
+    if not ordered or (offsets[0], offsets[-1]) != (0, tokens):
+        raise ValueError(f"offsets do not divide {tokens} tokens")
+
+
+def _texts(value: Any, count: int, key: str) -> list[str]:
+    texts = cast("list[Any]", value if isinstance(value, list) else [])
+    if len(texts) != count or not all(isinstance(text, str) for text in texts):
+        raise ValueError(f"{key} are not {count} texts")
+    return texts
 
 
 def pack(samples: Sequence[StoredSample], dtype: RowDtype, widths: tuple[int, ...]) -> bytes:

@@ -10,6 +10,7 @@ after all of them have written.
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -24,6 +25,8 @@ from hidden_state_cache.manifest import (
     write_atomically,
 )
 from hidden_state_cache.shard import StoredSample, pack
+
+_PLACE = re.compile(r"shard-([0-9]{1,9})-([0-9]{1,9})\.(?:json|safetensors)")
 
 
 class FeatureWriter:
@@ -83,7 +86,7 @@ class FeatureWriter:
         faults += [
             f"{path.name} has no sidecar"
             for path in sorted(self._folder.glob("shard-*.safetensors"))
-            if _place(path) not in shards
+            if _place(path) not in {*shards, None}
         ]
         if not shards:
             faults.append("it has no shards")
@@ -98,8 +101,15 @@ class FeatureWriter:
 
     def _sidecars(self) -> dict[tuple[int, int], ShardInfo]:
         """Every rank's sidecars by (rank, index), in that order."""
-        paths = {_place(path): path for path in self._folder.glob("shard-*.json")}
-        return {place: self._load(paths[place]).shards[0] for place in sorted(paths)}
+        found = [(_place(path), path) for path in self._folder.glob("shard-*.json")]
+        named = sorted((place, path) for place, path in found if place is not None)
+        return {place: self._sidecar(path) for place, path in named}
+
+    def _sidecar(self, path: Path) -> ShardInfo:
+        shards = self._load(path).shards
+        if [shard.file for shard in shards] != [path.with_suffix(".safetensors").name]:
+            raise StoreError(f"{path}: it describes another shard; delete it and capture again")
+        return shards[0]
 
     def _load(self, path: Path) -> Manifest:
         found = Manifest.load(path)
@@ -110,7 +120,7 @@ class FeatureWriter:
         return found
 
 
-def _place(path: Path) -> tuple[int, int]:
-    """(rank, index) of a file named `shard-<rank>-<index>.*`."""
-    _, rank, index = path.stem.split("-")
-    return int(rank), int(index)
+def _place(path: Path) -> tuple[int, int] | None:
+    """(rank, index) of a file named `shard-<rank>-<index>.*`; None of a file that is none of ours."""
+    named = _PLACE.fullmatch(path.name)
+    return (int(named[1]), int(named[2])) if named else None

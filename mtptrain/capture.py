@@ -36,6 +36,7 @@ class CaptureSettings:
     dtype: RowDtype
     max_tokens: int  # packed rows of one forward of the separate pass
     during_prepare: bool
+    verify: bool = True  # compare every stored byte with its checksum before training
 
 
 def identity(

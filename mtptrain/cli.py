@@ -26,7 +26,7 @@ from mtptrain.progress import log, setup_logging
 from mtptrain.run import VERBS, recipes_dir
 
 RESUME = "run the same command again to resume"
-DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 NOT_ALLOWED = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 

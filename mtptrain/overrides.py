@@ -21,10 +21,19 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from mtptrain.compose import compose_config, flat_keys, group_choices
+from mtptrain.ranges import check_ranges
 from mtptrain.run import recipes_dir
 from mtptrain.types import UserError
 
-COMPOSITION_ERRORS = (HydraException, OmegaConfBaseException, yaml.YAMLError)
+# The last three are Hydra's way with what its own grammar lets through, such as `~loss=3`.
+COMPOSITION_ERRORS = (
+    HydraException,
+    OmegaConfBaseException,
+    yaml.YAMLError,
+    ValueError,
+    AssertionError,
+    RecursionError,
+)
 
 
 def check(
@@ -81,7 +90,10 @@ def _parse(argument: str) -> Override:
     if "=" not in argument and not argument.startswith("~"):
         raise UserError(f"cannot read {argument!r}: write key=value, for example batch_size=8")
     try:
-        return OverridesParser.create().parse_override(argument)
+        override = OverridesParser.create().parse_override(argument)
+        if not override.key_or_group:
+            raise HydraException("no key")
+        return override
     except HydraException:
         raise UserError(
             f"cannot read {argument!r}: write key=value, and a value with special characters in "
@@ -174,7 +186,7 @@ def _compose(verb: str, overrides: Sequence[str], *, with_hydra: bool = False) -
 
 
 def _check_whole(config: DictConfig) -> None:
-    """What only the whole config shows: values left out, broken references, a recipe misnamed."""
+    """What only the whole config shows: values left out, broken references, a recipe misnamed, ranges."""
     chosen = config.hydra.runtime.choices.get("recipe")
     job = OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"])
     written = flat_keys(job)
@@ -183,6 +195,7 @@ def _check_whole(config: DictConfig) -> None:
     if missing := [key for key, value in written.items() if value == "???"]:
         raise UserError(f"{missing[0]} is not set: add {missing[0]}=... to the command")
     try:
-        OmegaConf.to_container(job, resolve=True)
+        OmegaConf.resolve(job)
     except OmegaConfBaseException as error:
         raise UserError(f"the recipe does not compose: {one_line(error)}") from error
+    check_ranges(flat_keys(job))

@@ -8,7 +8,9 @@ the ones before it, so every verb works alone. It gives up parallel stages: one 
 from __future__ import annotations
 
 import logging
+import os
 import time
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -18,15 +20,30 @@ import torch
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
-from hidden_state_cache import FeatureStore, FeatureWriter, StoreIdentity
+from hidden_state_cache import FeatureStore, FeatureWriter, StoreError, StoreIdentity, verify
 from mtptrain import __version__
 from mtptrain.attention_backends.base import AttentionBackend
 from mtptrain.capture import CaptureSettings, ShardSink, capture_missing, identity
 from mtptrain.chat import Chat
 from mtptrain.datasets.prompts import evenly, read_prompts
 from mtptrain.drafts.base import Draft, HeadConfig
-from mtptrain.drafts.folder import check_contract, contract, load_draft, save_draft
-from mtptrain.prepare import PrepareSettings, completion_answer, prepare_shards, read_answers
+from mtptrain.drafts.folder import (
+    check_contract,
+    contract,
+    load_draft,
+    save_draft,
+    weights_checksum,
+)
+from mtptrain.lock import only_writer
+from mtptrain.prepare import (
+    PrepareSettings,
+    check_answers,
+    completion_answer,
+    missing_answers,
+    prepare_shards,
+    read_answers,
+    seal_answers,
+)
 from mtptrain.run import (
     VERBS,
     StageFolder,
@@ -55,10 +72,12 @@ log = logging.getLogger("mtptrain")
 def run(verb: str, config: DictConfig) -> None:
     """Runs one verb and the stages it needs. Raises UserError for the user's mistakes."""
     assert verb in VERBS, verb
-    session = Session(config)
-    save_resolved(config, session.run_dir)
     stages = {"prepare": prepare, "capture": capture, "train": train, "validate": validate}
-    stages["validate" if verb == "fit" else verb](session)
+    with ExitStack() as locks:
+        session = Session(config, locks)
+        session.hold(session.run_dir)
+        save_resolved(config, session.run_dir)
+        stages["validate" if verb == "fit" else verb](session)
 
 
 @dataclass
@@ -66,6 +85,8 @@ class Session:
     """What the stages of one command share; each part is made when first asked for."""
 
     config: DictConfig
+    locks: ExitStack = field(default_factory=ExitStack)  # on the folders that this command writes
+    held: set[Path] = field(default_factory=set)
     times: dict[str, float] = field(default_factory=dict)
 
     @property
@@ -151,6 +172,12 @@ class Session:
         limits = self.limits(max_batch, num_draft_tokens)
         return Engine(self.target, self.backend, limits, self.chat.eos_ids, draft, capture_taps)
 
+    def hold(self, folder: Path) -> None:
+        """Keeps other processes from writing in `folder` until this command ends."""
+        if folder not in self.held:
+            self.locks.enter_context(only_writer(folder))
+            self.held.add(folder)
+
     # ---- fingerprints: everything that a stage's result depends on ---------------------------------------
 
     @cached_property
@@ -190,6 +217,14 @@ class Session:
         return StageFolder(cache_dir() / "stores" / self.store_key[:16])
 
     @property
+    def store_folder(self) -> Path:
+        return self.store_stage.path / "features"
+
+    @property
+    def train_stage(self) -> StageFolder:
+        return StageFolder(self.run_dir / "train")
+
+    @property
     def draft_folder(self) -> Path:
         return self.run_dir / "draft"
 
@@ -197,12 +232,18 @@ class Session:
 def prepare(session: Session) -> None:
     """The target answers the prompts; features are captured on the way unless told otherwise."""
     stage = session.answers_stage
-    if _skip(session, "prepare", stage, session.answers_key):
-        return
-    start = time.perf_counter()
     settings: PrepareSettings = session.settings(PrepareSettings, "prepare")
+    missing = missing_answers(session.prompts, stage.path, settings)
+    if not missing and _skip(session, "prepare", stage, session.answers_key):
+        return
+    if stage.is_complete(session.answers_key):
+        log.warning(
+            "prepare: %s lacks %d of its files; they are prepared again", stage.path, len(missing)
+        )
+    start = time.perf_counter()
     on_the_way = session.settings(CaptureSettings, "capture").during_prepare
     _check_space(session, settings)
+    session.hold(stage.path)
     stage.begin(session.answers_key)
     taps = session.taps if on_the_way else ()
     engine = session.engine(settings.max_batch, capture_taps=taps)
@@ -216,6 +257,7 @@ def prepare(session: Session) -> None:
     prepare_shards(session.prompts, stage.path, settings, session.chat, engine, session.seed, keep)
     answers = [a for shard in read_answers(stage.path) for a in shard]
     written = sum(len(a.output_ids) for a in answers)
+    seal_answers(stage.path)
     stage.complete(session.answers_key, answers=len(answers), tokens=written)
     session.times["prepare"] = time.perf_counter() - start
 
@@ -223,11 +265,15 @@ def prepare(session: Session) -> None:
 def capture(session: Session) -> None:
     """Features of the answers, for whatever shards prepare has not captured on the way."""
     stage = session.store_stage
-    if _skip(session, "capture", stage, session.store_key):
+    fault = _store_fault(session.store_folder)
+    if fault is None and _skip(session, "capture", stage, session.store_key):
         return
+    if stage.is_complete(session.store_key):
+        log.warning("capture: %s; it is mended", fault)
     prepare(session)
     stage, start = session.store_stage, time.perf_counter()  # its own time, without prepare's
     sink = _sink(session)
+    check_answers(session.answers_stage.path)
     answers = read_answers(session.answers_stage.path)
     settings: CaptureSettings = session.settings(CaptureSettings, "capture")
     capture_missing(sink, session.backend, answers, settings)
@@ -238,13 +284,14 @@ def capture(session: Session) -> None:
 
 def train(session: Session) -> None:
     """Fits the draft and writes its folder."""
-    stage = StageFolder(session.run_dir / "train")
+    stage = session.train_stage
     whole = (session.draft_folder / "config.json").exists()
     if whole and _skip(session, "train", stage, session.train_key):
         return
     capture(session)
     start = time.perf_counter()
-    store = FeatureStore.open(session.store_stage.path / "features", session.store_identity())
+    store = FeatureStore.open(session.store_folder, session.store_identity())
+    _prove_store(session)
     stage.begin(session.train_key)
     result = fit_draft(
         session.draft_config,
@@ -262,7 +309,12 @@ def train(session: Session) -> None:
         result.draft, target, session.target_fingerprint, chat.template_hash, chat.tokenizer_hash
     )
     save_draft(result.draft, session.draft_folder, promise)
-    stage.complete(session.train_key, steps=result.steps, supervised_rows=result.supervised_rows)
+    stage.complete(
+        session.train_key,
+        steps=result.steps,
+        supervised_rows=result.supervised_rows,
+        weights=weights_checksum(session.draft_folder),
+    )
     session.times["train"] = time.perf_counter() - start
 
 
@@ -279,6 +331,7 @@ def validate(session: Session) -> None:
         ):
             if (record := earlier.record()) is not None:
                 session.times.setdefault(name, record.seconds)
+        _check_weights(session)
         check_contract(session.draft_folder, session.target_fingerprint, session.chat.template_hash)
         draft = load_draft(session.draft_folder, session.target)
         report = replay(
@@ -320,11 +373,40 @@ def _skip(session: Session, name: str, stage: StageFolder, key: str) -> bool:
 def _sink(session: Session) -> ShardSink:
     """Begins or goes on with the store of this session."""
     stage = session.store_stage
+    session.hold(stage.path)
     stage.begin(session.store_key)
     settings: CaptureSettings = session.settings(CaptureSettings, "capture")
-    writer = FeatureWriter(stage.path / "features", session.store_identity(), settings.dtype)
+    writer = FeatureWriter(session.store_folder, session.store_identity(), settings.dtype)
     greedy = session.settings(PrepareSettings, "prepare").temperature == 0
     return ShardSink(writer, session.target, session.taps, greedy)
+
+
+def _store_fault(store: Path) -> str | None:
+    """What keeps the store from being opened: a shard that is missing or cut short, or all of them."""
+    try:
+        FeatureStore.open(store)
+    except StoreError as error:
+        return str(error)
+
+
+def _prove_store(session: Session) -> None:
+    """Every byte that is trained on is as it was written. Raises UserError naming the shards that are not."""
+    if not session.settings(CaptureSettings, "capture").verify:
+        return
+    faults = list(verify(session.store_folder, workers=os.cpu_count() or 1).faults)
+    if faults:
+        more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
+        raise UserError(f"{session.store_folder}: {faults[0]}{more}")
+
+
+def _check_weights(session: Session) -> None:
+    record = session.train_stage.record()
+    written = record.summary.get("weights") if record else None
+    if written not in (None, weights_checksum(session.draft_folder)):
+        raise UserError(
+            f"{session.draft_folder} does not hold the weights that training wrote: delete that folder and "
+            "run again, it is written anew from the last checkpoint"
+        )
 
 
 def _check_space(session: Session, settings: PrepareSettings) -> None:

@@ -8,6 +8,7 @@ from its beginning, bit for bit. It gives up the tail: at a shard's end the deco
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -29,6 +30,7 @@ from mtptrain.types import (
     UserError,
 )
 
+CHECKSUMS = "checksums.json"
 TURN_SEED = 7919  # added per turn, so that the turns of a conversation are drawn independently
 
 
@@ -122,7 +124,7 @@ def prepare_shards(
     """
     size = settings.shard_conversations
     shards = [conversations[i : i + size] for i in range(0, len(conversations), size)]
-    missing = [k for k in range(len(shards)) if not answers_path(folder, k).exists()]
+    missing = missing_answers(conversations, folder, settings)
     turns = [sum(t.role == "user" for c in shard for t in c.turns) for shard in shards]
     before = sum(turns) - sum(turns[k] for k in missing)
     with progress("prepare", sum(turns), unit="answers", done=before) as bar:
@@ -135,6 +137,14 @@ def prepare_shards(
             answers = [asdict(completion_answer(c, chat)) for c in completions]
             rows = [json.dumps(answer, ensure_ascii=False) for answer in answers]
             atomic_write(answers_path(folder, k), "\n".join(rows) + "\n")
+
+
+def missing_answers(
+    conversations: Sequence[Conversation], folder: Path, settings: PrepareSettings
+) -> list[int]:
+    """The shards that have no answers file."""
+    shards = range(-(-len(conversations) // settings.shard_conversations))
+    return [k for k in shards if not answers_path(folder, k).exists()]
 
 
 def answers_path(folder: Path, shard: int) -> Path:
@@ -151,6 +161,32 @@ def completion_answer(completion: Completion, chat: Chat) -> Answer:
         chat.text(completion.output_ids),
         completion.finish_reason,
     )
+
+
+def seal_answers(folder: Path) -> None:
+    """Writes `checksums.json`: the SHA-256 of every answers file."""
+    sums = {path.name: _checksum(path) for path in sorted(folder.glob("answers-*.jsonl"))}
+    atomic_write(folder / CHECKSUMS, json.dumps(sums, indent=1) + "\n")
+
+
+def check_answers(folder: Path) -> None:
+    """Raises UserError naming an answers file that is not as it was written."""
+    try:
+        sums = dict(json.loads((folder / CHECKSUMS).read_text("utf-8")))
+    except (OSError, ValueError, TypeError) as error:
+        raise UserError(
+            f"{folder / CHECKSUMS} cannot be read ({error}); delete {folder} and prepare again"
+        ) from None
+    for path in sorted(folder.glob("answers-*.jsonl")):
+        if _checksum(path) != sums.get(path.name):
+            raise UserError(
+                f"{path} is not as it was written; delete it and run again, it alone is prepared anew"
+            )
+
+
+def _checksum(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def read_answers(folder: Path) -> list[list[Answer]]:

@@ -3,8 +3,8 @@
 A stage is a folder. `started.json` is written first and says whose work lies there; `stage.json`
 is written last and says that the work is whole, so a kill at any moment leaves a folder that is
 resumed or begun afresh, and never taken for complete. Fingerprints cover what a stage was given,
-not what it wrote: a file damaged later is for the stage's own checksums to find. There is no lock:
-two commands on one run folder at once are the user's to avoid.
+not what it wrote: a file damaged later is for the stage's own checksums to find. A record that
+cannot be read says nothing. That one process at a time writes here is `lock`'s to see to.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from mtptrain import __version__
 
 VERBS: tuple[str, ...] = ("fit", "prepare", "capture", "train", "validate")
+LOCK = ".lock"  # see `lock`; it is in a folder but no part of what the folder holds
 log = logging.getLogger("mtptrain")
 
 
@@ -94,15 +95,19 @@ def _plain(value: object) -> object:
     raise TypeError(f"no fingerprint of a {type(value).__name__}: its text may change between runs")
 
 
-def atomic_write(path: Path, content: str | bytes) -> None:
+def atomic_write(path: Path, content: str | bytes | memoryview) -> None:
     """Writes a file that is, after a crash at any moment, the old one or the whole new one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    with open(temporary, "wb") as file:
-        file.write(content.encode() if isinstance(content, str) else content)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+    try:
+        with open(temporary, "wb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:  # a full disk: its room is given back
+        temporary.unlink(missing_ok=True)
+        raise
     _fsync_folder(path.parent)
 
 
@@ -131,9 +136,15 @@ class StageFolder:
         self._began_s = time.monotonic()
 
     def record(self) -> StageRecord | None:
-        """The finished stage's record; None while there is none."""
-        held = _read_json(self.path / "stage.json")
-        return StageRecord(**held) if held else None
+        """The finished stage's record; None while there is none that can be read."""
+        match _read_json(self.path / "stage.json"):
+            case {
+                "fingerprint": str(key),
+                "seconds": int() | float() as took,
+                "summary": dict(said),
+            }:
+                return StageRecord(key, float(took), said)
+        return None
 
     def is_complete(self, fingerprint: str) -> bool:
         record = self.record()
@@ -150,15 +161,21 @@ class StageFolder:
         started = _read_json(self.path / "started.json")
         if started == {"fingerprint": fingerprint}:
             (self.path / "stage.json").unlink(missing_ok=True)  # no longer whole once work goes on
+            self._sweep()
             return True
         self._empty(owned=bool(started))
         atomic_write(self.path / "started.json", json.dumps({"fingerprint": fingerprint}))
         return False
 
+    def _sweep(self) -> None:
+        """Deletes what a killed process was in the middle of writing."""
+        for left in self.path.rglob("*.tmp"):
+            left.unlink()
+
     def _empty(self, owned: bool) -> None:
         """Deletes what lies here: the claim to be whole first, the owner's name last."""
-        others = [item for item in self.path.iterdir() if item.suffix != ".tmp"]
-        others = [item for item in others if item.name != "started.json"]
+        items = [item for item in self.path.iterdir() if item.name != LOCK]
+        others = [item for item in items if item.suffix != ".tmp" and item.name != "started.json"]
         if others and not owned:
             raise _user_error(
                 f"{self.path} holds files that mtptrain did not write ({others[0].name}): "
@@ -167,7 +184,7 @@ class StageFolder:
         if others:
             log.info("%s: the settings have changed; it starts afresh", self.path)
         order = {"stage.json": 0, "started.json": 2}
-        for item in sorted(self.path.iterdir(), key=lambda item: order.get(item.name, 1)):
+        for item in sorted(items, key=lambda item: order.get(item.name, 1)):
             shutil.rmtree(item) if item.is_dir() and not item.is_symlink() else item.unlink()
 
     def complete(self, fingerprint: str, **summary: int | float | str) -> None:
@@ -182,8 +199,8 @@ class StageFolder:
 def _read_json(path: Path) -> dict:
     """The object in the file; empty where there is none, or where it is not whole."""
     try:
-        held = json.loads(path.read_text())
-    except (FileNotFoundError, ValueError):
+        held = json.loads(path.read_text("utf-8"))
+    except (FileNotFoundError, IsADirectoryError, ValueError, RecursionError):
         return {}
     return held if isinstance(held, dict) else {}
 

@@ -114,7 +114,7 @@ def _read_manifest(folder: Path) -> Manifest | None:
     try:
         raw = json.loads((folder / MANIFEST).read_text())
         return Manifest(raw["fingerprint"], tuple(FileRecord(**record) for record in raw["files"]))
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
 
 

@@ -11,7 +11,19 @@ import pytest
 ROOT = Path(__file__).parents[1]
 ORDER = (  # a room imports those of its own line and of the lines above
     ("hidden_state_cache",),
-    ("types", "run", "launch", "chat", "machine", "progress", "compose", "sealed", "__init__"),
+    (
+        "types",
+        "run",
+        "launch",
+        "chat",
+        "machine",
+        "progress",
+        "compose",
+        "sealed",
+        "lock",
+        "ranges",
+        "__init__",
+    ),
     ("attention_backends",),
     ("layers",),
     ("targets", "datasets", "losses"),

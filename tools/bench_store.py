@@ -10,6 +10,7 @@ Rates are per second of CPU time, because the machine may be shared.
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import platform
@@ -57,6 +58,12 @@ class Measured:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
+    parser.add_argument("--run-dir", type=Path, help="measure the loss of this run's head instead")
+    parser.add_argument("--documents", type=int, default=256, help="of the run's store")
+    args = parser.parse_args()
+    if args.run_dir is not None:
+        return measure_loss(args.run_dir, args.documents)
     torch.set_num_threads(1)
     samples = make_samples()
     with tempfile.TemporaryDirectory() as folder:
@@ -72,6 +79,16 @@ def main() -> None:
     summary = summarise(results)
     print(f"int8 / bf16 bytes: {summary['int8_bytes_ratio']}")
     print(json.dumps(summary))
+
+
+def measure_loss(run_dir: Path, documents: int) -> None:
+    """Loss of acceptance length in percent; the headline is int8, held to at most 0.5."""
+    import store_loss  # imports the whole of mtptrain, which the rest of this benchmark does without
+
+    losses = store_loss.main(run_dir, documents)
+    last = {"name": "store_loss", "ours": losses["int8"], "reference": 0.5, "unit": "% of AL"}
+    ratio = round(losses["int8"] / 0.5, 3)
+    print(json.dumps(last | {"ratio": ratio, "machine": machine(), "fp8": losses["fp8"]}))
 
 
 def summarise(results: dict[RowDtype, Measured]) -> dict[str, str | float]:

@@ -2,7 +2,9 @@
 
 Only what was trained is written, in fp32; what is shared with the target is absent and named in the contract
 with its hash. The reduced vocabulary is kept as the field's `d2t` offsets (target id = draft id + d2t[draft
-id]). It gives up pickle: a folder is JSON and safetensors.
+id]). A folder comes from anyone: each of its values is held against its type and against the target before
+anything is built by it, and it names classes of mtptrain's own drafts only. It gives up pickle: a folder is
+JSON and safetensors.
 """
 
 from __future__ import annotations
@@ -10,21 +12,25 @@ from __future__ import annotations
 import hashlib
 import importlib
 import json
+import re
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import Tensor
 
+from hidden_state_cache.decode import decode, shown
 from mtptrain.drafts.base import Draft, HeadConfig
 from mtptrain.run import atomic_write
 from mtptrain.targets.base import Target
 from mtptrain.types import UserError
 
 WEIGHTS = "model.safetensors"
-PACKAGE = "mtptrain.drafts."
+MECHANISM = re.compile(r"(mtptrain\.drafts\.[a-z0-9_]+)\.([A-Za-z0-9_]+)")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -96,16 +102,16 @@ def save_draft(draft: Draft, folder: Path, promise: Contract) -> None:
 
 def load_draft(folder: Path, target: Target) -> Draft:
     """Rebuilds a saved head on its target. Raises UserError where the folder is not one or does not fit."""
+    config = _config(folder)
     try:
-        raw = json.loads((folder / "config.json").read_text())
         tensors = load_file(folder / WEIGHTS)
     except (OSError, ValueError, SafetensorError) as error:
-        raise UserError(f"{folder} holds no whole draft ({error}); train it first") from None
-    config = _config(folder, raw)
+        raise _not_whole(folder, error) from None
+    _require_finite(folder, tensors)
+    target.require_taps(config.taps)
     offsets = tensors.pop("d2t", None)
     if offsets is not None:
-        ids = offsets + torch.arange(len(offsets))
-        config = replace(config, draft_vocab=tuple(ids.tolist()))
+        config = replace(config, draft_vocab=_vocabulary(folder, offsets, target.vocab_size))
     draft = config.build(target)
     try:
         draft.load_state_dict(tensors)
@@ -115,6 +121,33 @@ def load_draft(folder: Path, target: Target) -> Draft:
             f"{folder} does not fit target {target.path} ({line}); validate it with its own"
         ) from None
     return draft.to(target.device).eval().requires_grad_(False)
+
+
+def _require_finite(folder: Path, tensors: dict[str, Tensor]) -> None:
+    broken = sorted(name for name, x in tensors.items() if not bool(torch.isfinite(x).all()))
+    if broken:
+        raise UserError(f"{folder / WEIGHTS}: {shown(broken[0])} is not finite; train it again")
+
+
+def _vocabulary(folder: Path, offsets: Tensor, vocab_size: int) -> tuple[int, ...]:
+    """Target ids of the draft's tokens, from the field's offsets."""
+    whole = offsets.dtype == torch.int64 and offsets.dim() == 1 and 0 < len(offsets) <= vocab_size
+    ids = (offsets + torch.arange(len(offsets))).tolist() if whole else []
+    if not ids or ids != sorted(set(ids)) or ids[0] < 0 or ids[-1] >= vocab_size:
+        raise UserError(
+            f"{folder / WEIGHTS}: d2t names no tokens of a target of {vocab_size}, in ascending order; "
+            "export it again"
+        )
+    return tuple(ids)
+
+
+def weights_checksum(folder: Path) -> str:
+    """SHA-256 of the weights file; empty where there is none."""
+    path = folder / WEIGHTS
+    if not path.is_file():
+        return ""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def check_contract(folder: Path, fingerprint: str, template_hash: str) -> None:
@@ -131,22 +164,47 @@ def check_contract(folder: Path, fingerprint: str, template_hash: str) -> None:
 
 
 def load_contract(folder: Path) -> Contract:
-    raw = json.loads((folder / "contract.json").read_text())
-    tuples = {k: tuple(v) for k, v in raw.items() if isinstance(v, list)}
-    return Contract(**(raw | tuples))
+    """Reads `contract.json`. Raises UserError where it is not there or not of this form."""
+    return _decoded(Contract, _json(folder, "contract.json"), folder / "contract.json")
 
 
-def _config(folder: Path, raw: object) -> HeadConfig:
-    """Names are looked up among mtptrain's own drafts only: a folder executes nothing."""
-    fields = dict(raw) if isinstance(raw, dict) else {}
-    module, _, name = str(fields.pop("_target_", "")).rpartition(".")
+def _config(folder: Path) -> HeadConfig:
+    fields = _json(folder, "config.json")
+    kind = _mechanism(fields.pop("_target_", None), folder / "config.json")
+    return _decoded(kind, fields | {"draft_vocab": []}, folder / "config.json")
+
+
+def _mechanism(name: object, where: Path) -> type[HeadConfig]:
+    """Looked up among mtptrain's own drafts only: a folder executes nothing."""
+    named = MECHANISM.fullmatch(name) if isinstance(name, str) else None
     try:
-        kind = (
-            getattr(importlib.import_module(module), name) if module.startswith(PACKAGE) else None
-        )
-        if isinstance(kind, type) and issubclass(kind, HeadConfig):
-            return kind(**fields)
-        reason = f"{module}.{name} is no head of mtptrain"
-    except (ImportError, AttributeError, TypeError) as error:
-        reason = str(error)
-    raise UserError(f"{folder}/config.json cannot be used ({reason}); export it again") from None
+        kind = getattr(importlib.import_module(named[1]), named[2]) if named else None
+    except (ImportError, AttributeError):
+        kind = None
+    if isinstance(kind, type) and issubclass(kind, HeadConfig) and kind is not HeadConfig:
+        return kind
+    raise UserError(f"{where}: {shown(name)} is no head of mtptrain; export it again")
+
+
+def _json(folder: Path, name: str) -> dict[str, Any]:
+    try:
+        held = json.loads((folder / name).read_text("utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise _not_whole(folder, error) from None
+    if not isinstance(held, dict):
+        raise UserError(f"{folder / name} is no JSON object; export it again")
+    return held
+
+
+def _decoded(kind: type[T], fields: dict[str, Any], where: Path) -> T:
+    try:
+        return decode(kind, fields)
+    except UserError:
+        raise
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{where} cannot be used ({error}); export it again") from None
+
+
+def _not_whole(folder: Path, error: Exception) -> UserError:
+    reason = " ".join(str(error).split())[:200]
+    return UserError(f"{folder} holds no whole draft ({reason}); train it first")

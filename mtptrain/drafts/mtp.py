@@ -32,6 +32,8 @@ from mtptrain.drafts.base import (
 from mtptrain.targets.base import Target, tap_layer
 from mtptrain.types import DraftBatch, UserError
 
+MAX_DEPTH = 64  # a folder that claims more would have us build it before its weights are compared
+
 
 @dataclass(frozen=True)
 class MTPConfig(HeadConfig):
@@ -46,9 +48,10 @@ class MTPConfig(HeadConfig):
         super().__post_init__()
         if self.norms not in ("restored", "none"):
             raise UserError(f"draft.norms={self.norms} is unknown; use restored or none")
-        if self.depth < 1:
+        if not 1 <= self.depth <= MAX_DEPTH:
             raise UserError(
-                f"draft.depth={self.depth} is too small; use 1 (shared) or the number of modules"
+                f"draft.depth={self.depth} is too small or too large; use 1 (shared) or the number of modules, "
+                f"at most {MAX_DEPTH}"
             )
 
     def build(self, target: Target) -> MTP:
@@ -58,6 +61,10 @@ class MTPConfig(HeadConfig):
         """The layer to start from: unless asked otherwise, the one behind the last tap, so that the head
         begins as the target's own continuation; layer 0 where none follows."""
         if self.init_layer is not None:
+            if not 0 <= self.init_layer < num_layers:
+                raise UserError(
+                    f"draft.init_layer={self.init_layer} must lie in 0 to {num_layers - 1}, the target's layers"
+                )
             return self.init_layer
         return self.next_layer(num_layers) or 0
 

@@ -136,13 +136,21 @@ class Target:
 
     def _tap_module(self, tap: str) -> nn.Module:
         """`final_prenorm` is the output of the last layer; `layer.k` that of decoder layer k, 0-based."""
+        self.require_taps([tap])
         index = self.num_layers - 1 if tap == "final_prenorm" else tap_layer(tap)
-        if index is None or index >= self.num_layers:
-            raise UserError(
-                f"tap {tap!r} does not exist in a target of {self.num_layers} layers; use final, final_prenorm "
-                f"or layer.0 to layer.{self.num_layers - 1}"
-            )
         return self.decoder.layers[index]
+
+    def require_taps(self, taps: Sequence[str]) -> None:
+        """Raises UserError where there is no tap, one does not exist here, or one is named twice."""
+        places = {"final", "final_prenorm", *(f"layer.{k}" for k in range(self.num_layers))}
+        for tap in taps or ("",):
+            if tap not in places:
+                raise UserError(
+                    f"tap {tap[:80]!r} does not exist in a target of {self.num_layers} layers; use final, "
+                    f"final_prenorm or layer.0 to layer.{self.num_layers - 1}"
+                )
+        if len(set(taps)) < len(taps):
+            raise UserError(f"a tap is named twice in {', '.join(taps)[:200]}; name each once")
 
     def embed(self, input_ids: Tensor) -> Tensor:  # [T] -> [T, H]
         return self.embedding(input_ids)
@@ -214,7 +222,7 @@ def _not_loaded(folder: Path, error: Exception) -> UserError:
 def tap_layer(tap: str) -> int | None:
     """Layer index of a tap name `layer.k`, else None."""
     kind, _, index = tap.partition(".")
-    return int(index) if kind == "layer" and index.isdigit() else None
+    return int(index) if kind == "layer" and index.isdecimal() and len(index) < 9 else None
 
 
 def _text_config(model: nn.Module) -> PretrainedConfig:

@@ -1,8 +1,7 @@
 """One training run: store in, trained draft out, resumable at any moment.
 
-Lightning owns the loop, checkpoints and loggers; this file wires them and knows where they lie in the run
-folder. A checkpoint is read with weights only, so a run folder executes nothing. It gives up several devices
-for now.
+Lightning owns the loop and loggers; this file wires them and knows where they lie in the run folder. A
+checkpoint is read with weights only, so a run folder executes nothing. It gives up several devices for now.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import lightning as L
 import torch
@@ -25,6 +23,7 @@ from mtptrain.drafts.base import Draft, HeadConfig
 from mtptrain.losses.base import FeatureLoss, VocabLoss
 from mtptrain.targets.base import Target
 from mtptrain.train.callbacks import HeldOutCurve, ShowProgress, StopAtNonFinite, plot_curves
+from mtptrain.train.checkpoint import WholeCheckpoints, read_checkpoint
 from mtptrain.train.data import StoreData, TapColumns
 from mtptrain.train.metrics import MetricsCsv
 from mtptrain.train.module import DraftModule, TrainSettings
@@ -62,7 +61,7 @@ def fit_draft(
 ) -> TrainResult:
     """Trains, or goes on from the checkpoint in `folder`; the same settings give the same bits either way."""
     checkpoint = folder / "checkpoints" / "last.ckpt"
-    resume = _load(checkpoint)
+    resume = read_checkpoint(checkpoint) if checkpoint.exists() else {}
     L.seed_everything(seed, verbose=False)
     columns = TapColumns.of(store, config.taps)
     weights = token_weights(store, columns.final, target)
@@ -109,10 +108,6 @@ def _some_features(store: FeatureStore, columns: TapColumns) -> Tensor:
     return torch.cat([columns.select(store[i].features) for i in few])
 
 
-def _load(checkpoint: Path) -> dict[str, Any]:
-    return torch.load(checkpoint, weights_only=True) if checkpoint.exists() else {}
-
-
 def _trainer(
     settings: TrainSettings, folder: Path, start: int, extra: Sequence[L.Callback]
 ) -> L.Trainer:
@@ -129,6 +124,7 @@ def _trainer(
         max_epochs=1,
         gradient_clip_val=settings.clip or None,
         callbacks=[*extra, StopAtNonFinite(), ShowProgress(), save],
+        plugins=[WholeCheckpoints()],
         logger=_loggers(settings, folder, start),
         log_every_n_steps=10,
         enable_progress_bar=False,

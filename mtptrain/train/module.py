@@ -149,6 +149,8 @@ class DraftModule(L.LightningModule):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint["supervised_rows"] = self.supervised_rows
+        checkpoint["rng"] = torch.get_rng_state()  # whatever a draft or a loss may draw
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         self.supervised_rows = checkpoint["supervised_rows"]
+        torch.set_rng_state(checkpoint["rng"])

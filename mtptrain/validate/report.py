@@ -163,7 +163,7 @@ def load_report(path: Path) -> Report:
     """
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as fault:
+    except (OSError, ValueError, RecursionError) as fault:
         raise UserError(f"{path}: no readable report ({fault}); {_AGAIN}") from fault
     schema = data.get("schema") if isinstance(data, dict) else None
     if schema != SCHEMA:

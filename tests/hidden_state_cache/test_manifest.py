@@ -15,14 +15,14 @@ WHERE = Path("store/manifest.json")
 
 @pytest.fixture
 def manifest(identity: StoreIdentity) -> Manifest:
-    shards = [ShardInfo(f"shard-0-{n}.safetensors", 2, 10, 100, "sha256:0") for n in range(3)]
+    shards = [ShardInfo(f"shard-0-{n}.safetensors", 2, 10, 200, "sha256:0") for n in range(3)]
     return Manifest.of(identity, "bf16", shards)
 
 
 def test_json_round_trip(manifest: Manifest) -> None:
     """A manifest read back from its JSON is equal to it, totals included."""
     assert Manifest.from_json(manifest.to_json(), WHERE) == manifest
-    assert (manifest.samples, manifest.tokens, manifest.bytes) == (6, 30, 300)
+    assert (manifest.samples, manifest.tokens, manifest.bytes) == (6, 30, 600)
 
 
 def test_another_format_version_is_refused_with_both(manifest: Manifest) -> None:

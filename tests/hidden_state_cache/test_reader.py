@@ -11,8 +11,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from hidden_state_cache import FeatureStore, RowDtype, StoredSample, StoreError, StoreIdentity
+from hidden_state_cache import (
+    FeatureStore,
+    Manifest,
+    RowDtype,
+    StoredSample,
+    StoreError,
+    StoreIdentity,
+)
 from hidden_state_cache import reader as reader_module
+from hidden_state_cache import shard as shard_module
 
 WriteStore = Callable[..., list[StoredSample]]
 
@@ -65,6 +73,33 @@ def test_opening_reads_headers_only(
     assert (len(store), len(store.taps), store.num_tokens > 0, opened) == (10, 2, True, [])
     assert store[7].id == store[6].id.replace("6", "7")
     assert opened == ["shard-0-3.safetensors"]
+
+
+def test_ten_thousand_shards_open_from_the_manifest_alone(
+    tmp_path: Path, write_store: WriteStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A store of 10,000 shards opens without opening one of them; a sample opens its own shard and no other."""
+    write_store(shards=1)
+    manifest = FeatureStore.open(tmp_path).manifest
+    first = manifest.shards[0]
+    infos = [replace(first, file=f"shard-0-{n}.safetensors") for n in range(10_000)]
+    for info in infos[1:]:
+        (tmp_path / info.file).hardlink_to(tmp_path / first.file)
+    many = Manifest.of(manifest.identity, manifest.dtype, infos)
+    (tmp_path / "manifest.json").write_text(many.to_json())
+    opened: list[Path] = []
+    real = shard_module.safe_open
+
+    def watch(path: Path, framework: str) -> object:
+        opened.append(path)
+        return real(path, framework=framework)
+
+    monkeypatch.setattr(shard_module, "safe_open", watch)
+    store = FeatureStore.open(tmp_path)
+    assert (len(store), store.num_tokens, opened) == (20_000, many.tokens, [])
+    assert str(tmp_path) not in Path("/proc/self/maps").read_text()
+    assert store[12_345].id == store[1].id
+    assert [path.name for path in opened] == ["shard-0-6172.safetensors", "shard-0-0.safetensors"]
 
 
 def test_samples_are_copies(tmp_path: Path, write_store: WriteStore) -> None:
