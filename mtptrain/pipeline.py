@@ -8,7 +8,9 @@ the ones before it, so every verb works alone. It gives up parallel stages: one 
 from __future__ import annotations
 
 import logging
+import sys
 import time
+from collections import Counter
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -26,6 +28,8 @@ from mtptrain.chat import Chat
 from mtptrain.datasets.prompts import evenly, read_prompts
 from mtptrain.drafts.base import Draft, HeadConfig
 from mtptrain.drafts.folder import check_contract, contract, load_draft, save_draft
+from mtptrain.given import ROWS, require_supervised, write_given
+from mtptrain.marked import counted, describe, unanswered
 from mtptrain.prepare import PrepareSettings, completion_answer, prepare_shards, read_answers
 from mtptrain.run import (
     VERBS,
@@ -42,6 +46,7 @@ from mtptrain.runtime.scheduler import EngineLimits
 from mtptrain.targets.base import Target, layer_count, place_taps
 from mtptrain.targets.fingerprint import target_fingerprint
 from mtptrain.targets.gguf import resolve
+from mtptrain.template import thinking_mode
 from mtptrain.train.fit import fit_draft
 from mtptrain.train.module import TrainSettings
 from mtptrain.types import Completion, Conversation, UserError
@@ -56,6 +61,8 @@ def run(verb: str, config: DictConfig) -> None:
     """Runs one verb and the stages it needs. Raises UserError for the user's mistakes."""
     assert verb in VERBS, verb
     session = Session(config)
+    if verb == "inspect":
+        return inspect_data(session)
     save_resolved(config, session.run_dir)
     stages = {"prepare": prepare, "capture": capture, "train": train, "validate": validate}
     stages["validate" if verb == "fit" else verb](session)
@@ -86,7 +93,7 @@ class Session:
 
     @cached_property
     def chat(self) -> Chat:
-        return Chat.load(self.folder)
+        return Chat.load(self.folder, thinking_mode(self.config.data.thinking))
 
     @cached_property
     def target(self) -> Target:
@@ -114,17 +121,28 @@ class Session:
         mine = self.draft_config.taps
         return mine if "final" in mine else (*mine, "final")
 
+    @property
+    def answers_given(self) -> bool:
+        return self.settings(PrepareSettings, "prepare").answers == "given"
+
+    @cached_property
+    def rows(self) -> list[Conversation]:
+        """What is trained on, with the answers that the data holds."""
+        return self._read("path", self.config.data.limit, keep_answers=True)
+
     @cached_property
     def prompts(self) -> list[Conversation]:
-        return self._read("path", self.config.data.limit)
+        rows = self._read("path", self.config.data.limit)
+        return self.chat.accepted(rows, "data.path")
 
     @cached_property
     def eval_prompts(self) -> list[Conversation]:
-        return self._read("eval_path", self.config.data.eval_limit)
+        rows = self._read("eval_path", self.config.data.eval_limit)
+        return self.chat.accepted(rows, "data.eval_path")
 
-    def _read(self, key: str, limit: int | None) -> list[Conversation]:
+    def _read(self, key: str, limit: int | None, keep_answers: bool = False) -> list[Conversation]:
         path = data_file(str(self.config.data[key]), f"data.{key}")
-        return evenly(read_prompts(path, self.config.data.max_turns), limit)
+        return evenly(read_prompts(path, self.config.data.max_turns, keep_answers), limit)
 
     def settings(self, kind: type, key: str) -> Any:
         """A section of the config as its frozen dataclass."""
@@ -155,8 +173,10 @@ class Session:
 
     @cached_property
     def answers_key(self) -> str:
-        parts = (self.target_fingerprint, self.prompts, self.settings(PrepareSettings, "prepare"))
-        return fingerprint("answers", __version__, *parts, self.seed, str(self.config.target.dtype))
+        rows = self.rows if self.answers_given else self.prompts
+        parts = (self.target_fingerprint, rows, self.settings(PrepareSettings, "prepare"))
+        how = (self.chat.thinking, self.seed, str(self.config.target.dtype))
+        return fingerprint("answers", __version__, *parts, *how)
 
     @cached_property
     def store_key(self) -> str:
@@ -195,15 +215,27 @@ class Session:
 
 
 def prepare(session: Session) -> None:
-    """The target answers the prompts; features are captured on the way unless told otherwise."""
+    """Answers for everything that is trained on: the target's own, or those that the data gives."""
     stage = session.answers_stage
     if _skip(session, "prepare", stage, session.answers_key):
         return
     start = time.perf_counter()
     settings: PrepareSettings = session.settings(PrepareSettings, "prepare")
-    on_the_way = session.settings(CaptureSettings, "capture").during_prepare
     _check_space(session, settings)
     stage.begin(session.answers_key)
+    if session.answers_given:
+        write_given(session.rows, stage.path, settings.shard_conversations, session.chat)
+    else:
+        _ask_target(session, settings)
+    answers = [a for shard in read_answers(stage.path) for a in shard]
+    written = sum(a.written for a in answers)
+    stage.complete(session.answers_key, answers=len(answers), tokens=written)
+    session.times["prepare"] = time.perf_counter() - start
+
+
+def _ask_target(session: Session, settings: PrepareSettings) -> None:
+    """The target answers the prompts; features are captured on the way unless told otherwise."""
+    on_the_way = session.settings(CaptureSettings, "capture").during_prepare
     taps = session.taps if on_the_way else ()
     engine = session.engine(settings.max_batch, capture_taps=taps)
     sink = _sink(session) if on_the_way else None
@@ -213,11 +245,8 @@ def prepare(session: Session) -> None:
             answers = [completion_answer(c, session.chat) for c in completions]
             sink.from_completions(shard, completions, answers)
 
-    prepare_shards(session.prompts, stage.path, settings, session.chat, engine, session.seed, keep)
-    answers = [a for shard in read_answers(stage.path) for a in shard]
-    written = sum(len(a.output_ids) for a in answers)
-    stage.complete(session.answers_key, answers=len(answers), tokens=written)
-    session.times["prepare"] = time.perf_counter() - start
+    folder = session.answers_stage.path
+    prepare_shards(session.prompts, folder, settings, session.chat, engine, session.seed, keep)
 
 
 def capture(session: Session) -> None:
@@ -308,6 +337,24 @@ def validate(session: Session) -> None:
     print(f"report: {session.run_dir / 'report.md'}")
 
 
+def inspect_data(session: Session) -> None:
+    """Prints three samples with their loss mask, and counts; writes nothing."""
+    chat, stage = session.chat, session.answers_stage
+    note, counts = "", Counter[str]()
+    if not session.answers_given and stage.is_complete(session.answers_key):
+        samples = [a.sample() for shard in read_answers(stage.path) for a in shard]
+        counts[ROWS] = len(session.prompts)
+    else:
+        samples = list(chat.samples(session.rows, counts))
+        counts[ROWS] = len(session.rows)
+    if session.answers_given:
+        require_supervised(counted(samples, Counter(counts)))
+    elif not stage.is_complete(session.answers_key):
+        note = "\nthe target has not answered yet: mtptrain prepare has it write the answers of training"
+        samples = samples or unanswered(session.prompts, chat)
+    print(describe(samples, chat, counted(samples, counts), sys.stdout.isatty()) + note)
+
+
 def _skip(session: Session, name: str, stage: StageFolder, key: str) -> bool:
     record = stage.record()
     if record is None or record.fingerprint != key:
@@ -323,14 +370,18 @@ def _sink(session: Session) -> ShardSink:
     stage.begin(session.store_key)
     settings: CaptureSettings = session.settings(CaptureSettings, "capture")
     writer = FeatureWriter(stage.path / "features", session.store_identity(), settings.dtype)
-    greedy = session.settings(PrepareSettings, "prepare").temperature == 0
+    settled: PrepareSettings = session.settings(PrepareSettings, "prepare")
+    greedy = settled.temperature == 0 and settled.answers == "target"
     return ShardSink(writer, session.target, session.taps, greedy)
 
 
 def _check_space(session: Session, settings: PrepareSettings) -> None:
     """Estimates the store before anything is computed: every prompt's rows plus full-length answers."""
     rows = 0
-    for conversation in session.prompts:
+    for conversation in session.rows if session.answers_given else session.prompts:
+        if session.answers_given:
+            rows += sum(len(turn.content) // 3 + 32 for turn in conversation.turns)
+            continue
         for i, turn in enumerate(t for t in conversation.turns if t.role == "user"):
             rows += len(turn.content) // 3 + 32 + (i + 1) * settings.max_new_tokens
     width = session.target.hidden_size * len(session.taps)

@@ -61,7 +61,7 @@ def write_recipe(folder: Path, name: str, text: str) -> str:
 @pytest.mark.parametrize("verb", VERBS)
 def test_each_verb_reaches_the_pipeline_with_its_config(verb: str, pipeline: FakePipeline) -> None:
     """Each verb calls the pipeline once, with the composed config and without Hydra's node."""
-    assert main([verb]) == 0
+    assert main([verb, *(["data"] if verb == "inspect" else [])]) == 0
     [(called, config)] = pipeline.calls
     assert called == verb
     assert (config.recipe, config.run_dir, config.batch_size) == ("smollm2", "runs/smollm2", 64)

@@ -11,13 +11,16 @@ import pytest
 ROOT = Path(__file__).parents[1]
 ORDER = (  # a room imports those of its own line and of the lines above
     ("hidden_state_cache",),
-    ("types", "run", "launch", "chat", "machine", "progress", "compose", "sealed", "__init__"),
+    (
+        *("types", "run", "launch", "template", "loss_mask", "chat"),
+        *("machine", "progress", "compose", "sealed", "__init__"),
+    ),
     ("attention_backends",),
     ("layers",),
     ("targets", "datasets", "losses"),
     ("drafts",),
     ("runtime",),
-    ("prepare", "capture", "train", "validate", "advise", "exporters"),
+    ("prepare", "given", "marked", "capture", "train", "validate", "advise", "exporters"),
     ("pipeline",),
     ("overrides", "help"),
     ("cli",),
