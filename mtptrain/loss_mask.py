@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from tokenizers import Encoding
 from transformers import PreTrainedTokenizerBase
@@ -147,19 +148,25 @@ def tokenise(
     """Each text as a masked sample, all tokenised in one call; those with an empty mask are counted."""
     if not rendered:
         return
-    batch = tokenizer([r.text for r in rendered], add_special_tokens=False, verbose=False)
+    batch = tokenizer(
+        [one.text for one in rendered],
+        add_special_tokens=False,  # the template has written them
+        return_attention_mask=False,
+        verbose=False,
+    )
     if batch.encodings is None:
         raise UserError(
             "the target's tokenizer tells no offsets; put its tokenizer.json in its folder"
         )
-    for one, encoding in zip(rendered, batch.encodings, strict=True):
-        ids = encoding.ids
-        mask = torch.zeros(len(ids), dtype=torch.bool)
+    texts = zip(rendered, batch.encodings, batch["input_ids"], strict=True)
+    for one, encoding, ids in texts:
+        mask = np.zeros(len(ids), dtype=bool)
         for span in one.spans:
             first, stop = _tokens(encoding, ids, span, eos_ids, counts)
             mask[first:stop] = True
         if mask.any():
-            yield Sample(one.id, one.category, torch.tensor(ids), mask)
+            row = torch.from_numpy(np.array(ids))  # several times faster than torch.tensor
+            yield Sample(one.id, one.category, row, torch.from_numpy(mask))
         else:
             counts[NO_TOKENS] += 1
 
@@ -174,9 +181,10 @@ def _tokens(
         counts[CUT_TOKEN] += 1
     if span.stop == span.content_stop:  # marks may leave the end token out
         stop += stop < len(ids) and ids[stop] in eos_ids
-    for i in range(first, stop):
-        if ids[i] in eos_ids:
-            return first, i + 1
+    written = ids[first:stop]
+    ends = [written.index(eos) for eos in eos_ids if eos in written]
+    if ends:
+        return first, first + min(ends) + 1
     counts[NO_END if span.content_stop > span.start else ENDLESS] += 1
     return first, first_outside(encoding, span.content_stop)
 

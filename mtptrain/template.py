@@ -1,11 +1,12 @@
 """A target's chat template as a function: turns in, text out, and what the template can say.
 
-Servers render with the tokenizer's own Jinja template, so this does too, with transformers' renderer (the
-one behind `apply_chat_template`, which itself drops `content: None`, and DeepSeek-V3's template asks for
-that). What a template knows (a generation prompt, reasoning, tools, how a call is written) is found by
-rendering a small probe, once, because templates are programs: reading one tells less than running it. A
-template that refuses a conversation, by its own exception or by failing, raises `Refused` with the reason.
-It gives up named templates other than the default and `tool_use`, and images.
+Servers render with the tokenizer's own Jinja template, so this does too, in transformers' own sandbox but
+past `apply_chat_template`: that drops `content: None`, which DeepSeek-V3's template asks for, and copies
+every message anew for each of a conversation's many renderings. What a template knows (a generation prompt,
+reasoning, tools, how a call is written) is found by rendering a small probe, once, because templates are
+programs: reading one tells less than running it. A template that refuses a conversation, by its own
+exception or by failing, raises `Refused` with the reason. It gives up named templates other than the
+default and `tool_use`, and images.
 """
 
 from __future__ import annotations
@@ -13,20 +14,26 @@ from __future__ import annotations
 import json
 import os.path
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import product
 from typing import Any, Literal, cast
 
+import jinja2
 from transformers import PreTrainedTokenizerBase
-from transformers.utils.chat_template_utils import render_jinja_template
+from transformers.utils.chat_template_utils import (
+    _compile_jinja_template,  # pyright: ignore[reportPrivateUsage]
+    render_jinja_template,
+)
 
 from mtptrain.types import ToolCall, Turn, UserError
 
 Thinking = Literal["on", "off", "strip"]
 Message = dict[str, Any]  # as templates read it: role, content, tool_calls, reasoning_content, ...
 Tools = list[dict[str, Any]] | None
+REASONING = ("reasoning_content", "thinking")  # the usual name, and gpt-oss's
 MARK = re.compile(
     r"\{%[-+]?\s*generation\s*[-+]?%\}"
 )  # of a template's source, as transformers asks
@@ -75,36 +82,41 @@ class Template:
 
     def render(self, messages: list[Message], tools: Tools, generation_prompt: bool) -> str:
         """The text, ending where an answer begins if asked so. Raises Refused."""
-        return self._jinja(messages, tools, generation_prompt, False)[0]
+        with _refusals():
+            return self._compiled(bool(tools)).render(
+                messages=messages,
+                tools=tools,
+                documents=None,
+                add_generation_prompt=generation_prompt,
+                **self._variables,
+            )
 
     def render_marked(
         self, messages: list[Message], tools: Tools
     ) -> tuple[str, list[tuple[int, int]]]:
         """The text and the characters between the template's generation marks. Raises Refused."""
-        return self._jinja(messages, tools, False, True)
-
-    def _jinja(
-        self, messages: list[Message], tools: Tools, generation_prompt: bool, marks: bool
-    ) -> tuple[str, list[tuple[int, int]]]:
-        try:
+        with _refusals():
             texts, spans = render_jinja_template(
                 conversations=cast(Any, [messages]),
                 tools=cast(Any, tools),
-                chat_template=self.tokenizer.get_chat_template(None, cast(Any, tools)),
-                return_assistant_tokens_mask=marks,
-                add_generation_prompt=generation_prompt,
+                chat_template=self._source(bool(tools)),
+                return_assistant_tokens_mask=True,
                 **self._variables,
             )
-        except Exception as error:  # a template is a program of others: it may raise anything
-            first = str(error).strip().partition("\n")[0]
-            raise Refused(f"the template refuses: {first[:100]}") from None
-        return texts[0], spans[0] if marks else []
+        return texts[0], spans[0]
+
+    def _source(self, with_tools: bool) -> str:
+        return self.tokenizer.get_chat_template(None, [TOOL] if with_tools else None)
+
+    @cache  # noqa: B019, a chat lives as long as its run
+    def _compiled(self, with_tools: bool) -> jinja2.Template:
+        return cast(jinja2.Template, _compile_jinja_template(self._source(with_tools)))
 
     def _message(self, turn: Turn) -> Message:
         message: Message = {"role": turn.role, "content": turn.content}
         if turn.reasoning and self.thinking == "on":
             if self.knows_reasoning:
-                message["reasoning_content"] = turn.reasoning
+                message |= dict.fromkeys(REASONING, turn.reasoning)
             else:
                 message["content"] = f"<think>\n{turn.reasoning}\n</think>\n\n{turn.content}"
         if turn.tool_calls:
@@ -146,7 +158,7 @@ class Template:
 
     @cached_property
     def knows_reasoning(self) -> bool:
-        answer = {"role": "assistant", "content": WORDS[0], "reasoning_content": WORDS[1]}
+        answer = {"role": "assistant", "content": WORDS[0]} | dict.fromkeys(REASONING, WORDS[1])
         return WORDS[1] in self._probe(answer)
 
     @cached_property
@@ -188,6 +200,16 @@ TOOL: dict[str, Any] = {
         "parameters": {"type": "object", "properties": {"qzxw_key": {"type": "string"}}},
     },
 }
+
+
+@contextmanager
+def _refusals() -> Iterator[None]:
+    """A template is a program of others: whatever it raises is its refusal."""
+    try:
+        yield
+    except Exception as error:
+        first = str(error).strip().partition("\n")[0]
+        raise Refused(f"the template refuses: {first[:100]}") from None
 
 
 def _call(call: ToolCall, as_text: bool) -> Message:
