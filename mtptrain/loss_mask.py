@@ -15,6 +15,7 @@ import os.path
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import numpy as np
 import torch
@@ -177,7 +178,7 @@ def _tokens(
     """The span's tokens, up to its first end token; to the end of its content where it has none."""
     first = first_inside(encoding, span.start)
     stop = first_outside(encoding, span.stop)
-    if first > 0 and encoding.token_to_chars(first - 1)[1] > span.start:
+    if first > 0 and _chars(encoding, first - 1)[1] > span.start:
         counts[CUT_TOKEN] += 1
     if span.stop == span.content_stop:  # marks may leave the end token out
         stop += stop < len(ids) and ids[stop] in eos_ids
@@ -201,9 +202,9 @@ def first_inside(encoding: Encoding, char: int) -> int:
         if (found := encoding.char_to_token(place)) is not None:
             before = found
             break
-    end = encoding.token_to_chars(before)[1] if before >= 0 else 0
+    end = _chars(encoding, before)[1] if before >= 0 else 0
     for token in range(before + 1, len(encoding)):
-        start, stop = encoding.token_to_chars(token)
+        start, stop = _chars(encoding, token)
         if min(start, end) >= char:
             return token
         end = stop
@@ -212,11 +213,17 @@ def first_inside(encoding: Encoding, char: int) -> int:
 
 def first_outside(encoding: Encoding, char: int) -> int:
     """The first token any of whose characters stand at `char` or later."""
-    token, length = len(encoding), encoding.token_to_chars(len(encoding) - 1)[1]
+    token, length = len(encoding), _chars(encoding, len(encoding) - 1)[1]
     for place in range(char, length):
         if (found := encoding.char_to_token(place)) is not None:
             token = found
             break
-    while token > 0 and encoding.token_to_chars(token - 1)[1] > char:
+    while token > 0 and _chars(encoding, token - 1)[1] > char:
         token -= 1
     return token
+
+
+def _chars(encoding: Encoding, token: int) -> tuple[int, int]:
+    return cast(
+        tuple[int, int], encoding.token_to_chars(token)
+    )  # None only for a token added behind

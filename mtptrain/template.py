@@ -103,7 +103,7 @@ class Template:
                 return_assistant_tokens_mask=True,
                 **self._variables,
             )
-        return texts[0], spans[0]
+        return texts[0], cast(list[tuple[int, int]], spans[0])
 
     def _source(self, with_tools: bool) -> str:
         return self.tokenizer.get_chat_template(None, [TOOL] if with_tools else None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,10 +13,14 @@ import torch
 
 from hidden_state_cache import FeatureStore
 from mtptrain import given
+from mtptrain.attention_backends.base import AttentionBackend
 from mtptrain.chat import Chat
 from mtptrain.cli import main
-from mtptrain.prepare import answers_path, read_answers
-from mtptrain.types import Conversation, Sample, Turn, UserError
+from mtptrain.prepare import answer_turns, answers_path, completion_answer, read_answers
+from mtptrain.runtime.engine import Engine
+from mtptrain.runtime.scheduler import EngineLimits
+from mtptrain.targets.base import Target
+from mtptrain.types import Conversation, Sample, SamplingParams, Turn, UserError
 
 ROWS = [
     Conversation(
@@ -55,6 +60,28 @@ def test_samples_are_read_back_as_the_chat_made_them(tiny_chat: Chat, tmp_path: 
     assert len(read_answers(tmp_path)) == 3
     assert (counts[given.ROWS], counts[given.SAMPLES]) == (5, 5)
     assert counts[given.SUPERVISED] == sum(int(s.loss_mask.sum()) for s in back)
+
+
+def test_the_targets_own_answers_given_back_are_the_same_samples(
+    tiny_target: Target, tiny_chat: Chat, backend: AttentionBackend
+) -> None:
+    """Whichever way an answer came, its tokens and its mask are the same."""
+    engine = Engine(tiny_target, backend, EngineLimits(), tiny_chat.eos_ids)
+    asked = [replace(row, turns=row.turns[:1]) for row in ROWS]
+    done = answer_turns(asked, tiny_chat, engine, SamplingParams(max_new_tokens=40))
+    alike = 0
+    for row, completion in zip(asked, done, strict=True):
+        answer = completion_answer(completion, tiny_chat)
+        ids = tiny_chat.tokenizer.encode(answer.text, add_special_tokens=False)
+        if completion.finish_reason == "eos" and (*ids,) == answer.output_ids[:-1]:
+            told = replace(row, turns=(*row.turns, Turn("assistant", answer.text)))
+            [sample] = tiny_chat.sample(told)
+            ours, length = answer.sample(), len(answer.sample().input_ids)
+            assert torch.equal(sample.input_ids[:length], ours.input_ids)
+            assert torch.equal(sample.loss_mask[:length], ours.loss_mask)
+            assert not sample.loss_mask[length:].any()
+            alike += 1
+    assert alike
 
 
 def test_a_shard_that_was_cut_short_is_written_again(tiny_chat: Chat, tmp_path: Path) -> None:
@@ -102,7 +129,11 @@ def words(tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     file = tmp_path / "chats.jsonl"
     file.write_text("\n".join(map(json.dumps, lines)))
     paths = {"target.path": tiny_folder, "data.path": file, "run_dir": tmp_path / "run"}
-    return [*(f"{key}={path}" for key, path in paths.items()), "capture.dtype=fp32"]
+    return [
+        *(f"{key}={path}" for key, path in paths.items()),
+        "capture.dtype=fp32",
+        "data.max_turns=9",
+    ]
 
 
 def test_capture_stores_given_answers_with_their_masks(words: list[str], tmp_path: Path) -> None:
@@ -135,7 +166,7 @@ def test_inspect_data_marks_what_is_supervised(
     out = capsys.readouterr().out
     assert out.count("<|im_start|>assistant\n[It is ") == 3
     assert "[So.<|im_end|>]\n" in out and re.search(r"\s5  samples\n", out)
-    assert not (tmp_path / "run").exists() and not (tmp_path / "cache").exists()
+    assert not [p for name in ("run", "cache") for p in (tmp_path / name).rglob("*")]
 
 
 def test_inspect_data_shows_prompts_while_nothing_is_answered(
