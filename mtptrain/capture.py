@@ -54,7 +54,7 @@ def identity(
         fingerprint,
         chat.tokenizer_hash,
         chat.template_hash,
-        "off",
+        chat.thinking,
         norm,
         target.norm_eps,
         dataset,
@@ -70,7 +70,7 @@ class ShardSink:
         self, writer: FeatureWriter, target: Target, taps: tuple[str, ...], greedy_answers: bool
     ) -> None:
         self.writer, self.target, self.taps = writer, target, taps
-        self.greedy_answers = greedy_answers  # sampled answers need not follow the argmax
+        self.greedy_answers = greedy_answers  # sampled or given answers need not follow the argmax
 
     def from_completions(
         self, index: int, completions: Sequence[Completion], answers: Sequence[Answer]

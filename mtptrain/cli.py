@@ -1,4 +1,4 @@
-"""The command line: `mtptrain VERB [recipe=NAME] [group=choice] [key=value]`.
+"""The command line: `mtptrain VERB [recipe=NAME] [group=choice] [key=value]`, `mtptrain inspect WHAT ...`.
 
 Three things happen in order: flags are read, the overrides are checked (`overrides.py`), and Hydra
 composes the config and calls the pipeline, once or, with -m, once for each combination. Hydra takes
@@ -25,6 +25,7 @@ from mtptrain import __version__
 from mtptrain.progress import log, setup_logging
 from mtptrain.run import VERBS, recipes_dir
 
+SUBJECTS = ("data", "cache")  # of `inspect`
 RESUME = "run the same command again to resume"
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 NOT_ALLOWED = (errno.EACCES, errno.EPERM, errno.EROFS)
@@ -86,6 +87,8 @@ def _run_verb(flags: argparse.Namespace) -> None:
     if flags.verb not in VERBS:
         hint = nearest(flags.verb, VERBS) or (": the verb comes first" if "=" in flags.verb else "")
         raise _user_error(f"unknown verb {flags.verb!r}{hint} (there are {', '.join(VERBS)})")
+    if flags.verb == "inspect" and _subject(flags) == "cache":
+        return _inspect_cache(flags.overrides)
     if flags.config_dir is not None and not flags.config_dir.is_dir():
         raise _user_error(f"--config-dir {flags.config_dir}: no such folder; name one of recipes")
     setup_logging(quiet=not _is_debug())
@@ -93,6 +96,28 @@ def _run_verb(flags: argparse.Namespace) -> None:
     swept = check(flags.verb, flags.overrides, sweep=flags.multirun, folder=flags.config_dir)
     arguments = [*flags.overrides, *search_path(flags.config_dir), *_hydra_flags(flags)]
     _run_hydra(flags.verb, arguments, lambda config: _run_job(flags.verb, config, swept))
+
+
+def _subject(flags: argparse.Namespace) -> str:
+    """Takes the word after `inspect` off the overrides."""
+    from mtptrain.overrides import nearest
+
+    subject = flags.overrides.pop(0) if flags.overrides else ""
+    if subject not in SUBJECTS:
+        found = f"{subject!r}{nearest(subject, SUBJECTS)}" if subject else "nothing"
+        raise _user_error(
+            f"inspect is asked for {found}: write `mtptrain inspect data recipe=NAME` or "
+            "`mtptrain inspect cache PATH`"
+        )
+    return subject
+
+
+def _inspect_cache(paths: list[str]) -> None:
+    if len(paths) != 1:
+        raise _user_error(f"inspect cache takes one PATH, a store's folder, not {len(paths)}")
+    from hidden_state_cache.inspect import describe  # pyright: ignore[reportMissingImports]
+
+    print(describe(Path(paths[0])))
 
 
 def _hydra_flags(flags: argparse.Namespace) -> list[str]:

@@ -36,6 +36,7 @@ def help_text() -> str:
             f"mtptrain {__version__}: a draft head for your model, and its acceptance length",
             "",
             "usage: mtptrain VERB [recipe=NAME] [group=choice] [key=value] [-m]",
+            "       mtptrain inspect data [recipe=NAME] [key=value] | inspect cache PATH",
             *_section("verbs", {verb: _description(folder / f"{verb}.yaml") for verb in VERBS}),
             *_section("recipes", _recipes(folder)),
             *_section("groups, the default first", _groups(folder, choices)),

@@ -8,9 +8,9 @@ the ones before it, so every verb works alone. It gives up parallel stages: one 
 from __future__ import annotations
 
 import logging
-import os
+import sys
 import time
-from contextlib import ExitStack
+from collections import Counter
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -20,30 +20,17 @@ import torch
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
-from hidden_state_cache import FeatureStore, FeatureWriter, StoreError, StoreIdentity, verify
+from hidden_state_cache import FeatureStore, FeatureWriter, StoreIdentity
 from mtptrain import __version__
 from mtptrain.attention_backends.base import AttentionBackend
 from mtptrain.capture import CaptureSettings, ShardSink, capture_missing, identity
 from mtptrain.chat import Chat
 from mtptrain.datasets.prompts import evenly, read_prompts
 from mtptrain.drafts.base import Draft, HeadConfig
-from mtptrain.drafts.folder import (
-    check_contract,
-    contract,
-    load_draft,
-    save_draft,
-    weights_checksum,
-)
-from mtptrain.lock import only_writer
-from mtptrain.prepare import (
-    PrepareSettings,
-    check_answers,
-    completion_answer,
-    missing_answers,
-    prepare_shards,
-    read_answers,
-    seal_answers,
-)
+from mtptrain.drafts.folder import check_contract, contract, load_draft, save_draft
+from mtptrain.given import ROWS, require_supervised, write_given
+from mtptrain.marked import counted, describe, unanswered
+from mtptrain.prepare import PrepareSettings, completion_answer, prepare_shards, read_answers
 from mtptrain.run import (
     VERBS,
     StageFolder,
@@ -59,6 +46,7 @@ from mtptrain.runtime.scheduler import EngineLimits
 from mtptrain.targets.base import Target, layer_count, place_taps
 from mtptrain.targets.fingerprint import target_fingerprint
 from mtptrain.targets.gguf import resolve
+from mtptrain.template import thinking_mode
 from mtptrain.train.fit import fit_draft
 from mtptrain.train.module import TrainSettings
 from mtptrain.types import Completion, Conversation, UserError
@@ -72,12 +60,12 @@ log = logging.getLogger("mtptrain")
 def run(verb: str, config: DictConfig) -> None:
     """Runs one verb and the stages it needs. Raises UserError for the user's mistakes."""
     assert verb in VERBS, verb
+    session = Session(config)
+    if verb == "inspect":
+        return inspect_data(session)
+    save_resolved(config, session.run_dir)
     stages = {"prepare": prepare, "capture": capture, "train": train, "validate": validate}
-    with ExitStack() as locks:
-        session = Session(config, locks)
-        session.hold(session.run_dir)
-        save_resolved(config, session.run_dir)
-        stages["validate" if verb == "fit" else verb](session)
+    stages["validate" if verb == "fit" else verb](session)
 
 
 @dataclass
@@ -85,8 +73,6 @@ class Session:
     """What the stages of one command share; each part is made when first asked for."""
 
     config: DictConfig
-    locks: ExitStack = field(default_factory=ExitStack)  # on the folders that this command writes
-    held: set[Path] = field(default_factory=set)
     times: dict[str, float] = field(default_factory=dict)
 
     @property
@@ -107,7 +93,7 @@ class Session:
 
     @cached_property
     def chat(self) -> Chat:
-        return Chat.load(self.folder)
+        return Chat.load(self.folder, thinking_mode(self.config.data.thinking))
 
     @cached_property
     def target(self) -> Target:
@@ -135,17 +121,28 @@ class Session:
         mine = self.draft_config.taps
         return mine if "final" in mine else (*mine, "final")
 
+    @property
+    def answers_given(self) -> bool:
+        return self.settings(PrepareSettings, "prepare").answers == "given"
+
+    @cached_property
+    def rows(self) -> list[Conversation]:
+        """What is trained on, with the answers that the data holds."""
+        return self._read("path", self.config.data.limit, keep_answers=True)
+
     @cached_property
     def prompts(self) -> list[Conversation]:
-        return self._read("path", self.config.data.limit)
+        rows = self._read("path", self.config.data.limit)
+        return self.chat.accepted(rows, "data.path")
 
     @cached_property
     def eval_prompts(self) -> list[Conversation]:
-        return self._read("eval_path", self.config.data.eval_limit)
+        rows = self._read("eval_path", self.config.data.eval_limit)
+        return self.chat.accepted(rows, "data.eval_path")
 
-    def _read(self, key: str, limit: int | None) -> list[Conversation]:
+    def _read(self, key: str, limit: int | None, keep_answers: bool = False) -> list[Conversation]:
         path = data_file(str(self.config.data[key]), f"data.{key}")
-        return evenly(read_prompts(path, self.config.data.max_turns), limit)
+        return evenly(read_prompts(path, self.config.data.max_turns, keep_answers), limit)
 
     def settings(self, kind: type, key: str) -> Any:
         """A section of the config as its frozen dataclass."""
@@ -172,18 +169,14 @@ class Session:
         limits = self.limits(max_batch, num_draft_tokens)
         return Engine(self.target, self.backend, limits, self.chat.eos_ids, draft, capture_taps)
 
-    def hold(self, folder: Path) -> None:
-        """Keeps other processes from writing in `folder` until this command ends."""
-        if folder not in self.held:
-            self.locks.enter_context(only_writer(folder))
-            self.held.add(folder)
-
     # ---- fingerprints: everything that a stage's result depends on ---------------------------------------
 
     @cached_property
     def answers_key(self) -> str:
-        parts = (self.target_fingerprint, self.prompts, self.settings(PrepareSettings, "prepare"))
-        return fingerprint("answers", __version__, *parts, self.seed, str(self.config.target.dtype))
+        rows = self.rows if self.answers_given else self.prompts
+        parts = (self.target_fingerprint, rows, self.settings(PrepareSettings, "prepare"))
+        how = (self.chat.thinking, self.seed, str(self.config.target.dtype))
+        return fingerprint("answers", __version__, *parts, *how)
 
     @cached_property
     def store_key(self) -> str:
@@ -217,34 +210,32 @@ class Session:
         return StageFolder(cache_dir() / "stores" / self.store_key[:16])
 
     @property
-    def store_folder(self) -> Path:
-        return self.store_stage.path / "features"
-
-    @property
-    def train_stage(self) -> StageFolder:
-        return StageFolder(self.run_dir / "train")
-
-    @property
     def draft_folder(self) -> Path:
         return self.run_dir / "draft"
 
 
 def prepare(session: Session) -> None:
-    """The target answers the prompts; features are captured on the way unless told otherwise."""
+    """Answers for everything that is trained on: the target's own, or those that the data gives."""
     stage = session.answers_stage
-    settings: PrepareSettings = session.settings(PrepareSettings, "prepare")
-    missing = missing_answers(session.prompts, stage.path, settings)
-    if not missing and _skip(session, "prepare", stage, session.answers_key):
+    if _skip(session, "prepare", stage, session.answers_key):
         return
-    if stage.is_complete(session.answers_key):
-        log.warning(
-            "prepare: %s lacks %d of its files; they are prepared again", stage.path, len(missing)
-        )
     start = time.perf_counter()
-    on_the_way = session.settings(CaptureSettings, "capture").during_prepare
+    settings: PrepareSettings = session.settings(PrepareSettings, "prepare")
     _check_space(session, settings)
-    session.hold(stage.path)
     stage.begin(session.answers_key)
+    if session.answers_given:
+        write_given(session.rows, stage.path, settings.shard_conversations, session.chat)
+    else:
+        _ask_target(session, settings)
+    answers = [a for shard in read_answers(stage.path) for a in shard]
+    written = sum(a.written for a in answers)
+    stage.complete(session.answers_key, answers=len(answers), tokens=written)
+    session.times["prepare"] = time.perf_counter() - start
+
+
+def _ask_target(session: Session, settings: PrepareSettings) -> None:
+    """The target answers the prompts; features are captured on the way unless told otherwise."""
+    on_the_way = session.settings(CaptureSettings, "capture").during_prepare
     taps = session.taps if on_the_way else ()
     engine = session.engine(settings.max_batch, capture_taps=taps)
     sink = _sink(session) if on_the_way else None
@@ -254,26 +245,18 @@ def prepare(session: Session) -> None:
             answers = [completion_answer(c, session.chat) for c in completions]
             sink.from_completions(shard, completions, answers)
 
-    prepare_shards(session.prompts, stage.path, settings, session.chat, engine, session.seed, keep)
-    answers = [a for shard in read_answers(stage.path) for a in shard]
-    written = sum(len(a.output_ids) for a in answers)
-    seal_answers(stage.path)
-    stage.complete(session.answers_key, answers=len(answers), tokens=written)
-    session.times["prepare"] = time.perf_counter() - start
+    folder = session.answers_stage.path
+    prepare_shards(session.prompts, folder, settings, session.chat, engine, session.seed, keep)
 
 
 def capture(session: Session) -> None:
     """Features of the answers, for whatever shards prepare has not captured on the way."""
     stage = session.store_stage
-    fault = _store_fault(session.store_folder)
-    if fault is None and _skip(session, "capture", stage, session.store_key):
+    if _skip(session, "capture", stage, session.store_key):
         return
-    if stage.is_complete(session.store_key):
-        log.warning("capture: %s; it is mended", fault)
     prepare(session)
     stage, start = session.store_stage, time.perf_counter()  # its own time, without prepare's
     sink = _sink(session)
-    check_answers(session.answers_stage.path)
     answers = read_answers(session.answers_stage.path)
     settings: CaptureSettings = session.settings(CaptureSettings, "capture")
     capture_missing(sink, session.backend, answers, settings)
@@ -284,14 +267,13 @@ def capture(session: Session) -> None:
 
 def train(session: Session) -> None:
     """Fits the draft and writes its folder."""
-    stage = session.train_stage
+    stage = StageFolder(session.run_dir / "train")
     whole = (session.draft_folder / "config.json").exists()
     if whole and _skip(session, "train", stage, session.train_key):
         return
     capture(session)
     start = time.perf_counter()
-    store = FeatureStore.open(session.store_folder, session.store_identity())
-    _prove_store(session)
+    store = FeatureStore.open(session.store_stage.path / "features", session.store_identity())
     stage.begin(session.train_key)
     result = fit_draft(
         session.draft_config,
@@ -309,12 +291,7 @@ def train(session: Session) -> None:
         result.draft, target, session.target_fingerprint, chat.template_hash, chat.tokenizer_hash
     )
     save_draft(result.draft, session.draft_folder, promise)
-    stage.complete(
-        session.train_key,
-        steps=result.steps,
-        supervised_rows=result.supervised_rows,
-        weights=weights_checksum(session.draft_folder),
-    )
+    stage.complete(session.train_key, steps=result.steps, supervised_rows=result.supervised_rows)
     session.times["train"] = time.perf_counter() - start
 
 
@@ -331,7 +308,6 @@ def validate(session: Session) -> None:
         ):
             if (record := earlier.record()) is not None:
                 session.times.setdefault(name, record.seconds)
-        _check_weights(session)
         check_contract(session.draft_folder, session.target_fingerprint, session.chat.template_hash)
         draft = load_draft(session.draft_folder, session.target)
         report = replay(
@@ -361,6 +337,24 @@ def validate(session: Session) -> None:
     print(f"report: {session.run_dir / 'report.md'}")
 
 
+def inspect_data(session: Session) -> None:
+    """Prints three samples with their loss mask, and counts; writes nothing."""
+    chat, stage = session.chat, session.answers_stage
+    note, counts = "", Counter[str]()
+    if not session.answers_given and stage.is_complete(session.answers_key):
+        samples = [a.sample() for shard in read_answers(stage.path) for a in shard]
+        counts[ROWS] = len(session.prompts)
+    else:
+        samples = list(chat.samples(session.rows, counts))
+        counts[ROWS] = len(session.rows)
+    if session.answers_given:
+        require_supervised(counted(samples, Counter(counts)))
+    elif not stage.is_complete(session.answers_key):
+        note = "\nthe target has not answered yet: mtptrain prepare has it write the answers of training"
+        samples = samples or unanswered(session.prompts, chat)
+    print(describe(samples, chat, counted(samples, counts), sys.stdout.isatty()) + note)
+
+
 def _skip(session: Session, name: str, stage: StageFolder, key: str) -> bool:
     record = stage.record()
     if record is None or record.fingerprint != key:
@@ -373,46 +367,21 @@ def _skip(session: Session, name: str, stage: StageFolder, key: str) -> bool:
 def _sink(session: Session) -> ShardSink:
     """Begins or goes on with the store of this session."""
     stage = session.store_stage
-    session.hold(stage.path)
     stage.begin(session.store_key)
     settings: CaptureSettings = session.settings(CaptureSettings, "capture")
-    writer = FeatureWriter(session.store_folder, session.store_identity(), settings.dtype)
-    greedy = session.settings(PrepareSettings, "prepare").temperature == 0
+    writer = FeatureWriter(stage.path / "features", session.store_identity(), settings.dtype)
+    settled: PrepareSettings = session.settings(PrepareSettings, "prepare")
+    greedy = settled.temperature == 0 and settled.answers == "target"
     return ShardSink(writer, session.target, session.taps, greedy)
-
-
-def _store_fault(store: Path) -> str | None:
-    """What keeps the store from being opened: a shard that is missing or cut short, or all of them."""
-    try:
-        FeatureStore.open(store)
-    except StoreError as error:
-        return str(error)
-
-
-def _prove_store(session: Session) -> None:
-    """Every byte that is trained on is as it was written. Raises UserError naming the shards that are not."""
-    if not session.settings(CaptureSettings, "capture").verify:
-        return
-    faults = list(verify(session.store_folder, workers=os.cpu_count() or 1).faults)
-    if faults:
-        more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
-        raise UserError(f"{session.store_folder}: {faults[0]}{more}")
-
-
-def _check_weights(session: Session) -> None:
-    record = session.train_stage.record()
-    written = record.summary.get("weights") if record else None
-    if written not in (None, weights_checksum(session.draft_folder)):
-        raise UserError(
-            f"{session.draft_folder} does not hold the weights that training wrote: delete that folder and "
-            "run again, it is written anew from the last checkpoint"
-        )
 
 
 def _check_space(session: Session, settings: PrepareSettings) -> None:
     """Estimates the store before anything is computed: every prompt's rows plus full-length answers."""
     rows = 0
-    for conversation in session.prompts:
+    for conversation in session.rows if session.answers_given else session.prompts:
+        if session.answers_given:
+            rows += sum(len(turn.content) // 3 + 32 for turn in conversation.turns)
+            continue
         for i, turn in enumerate(t for t in conversation.turns if t.role == "user"):
             rows += len(turn.content) // 3 + 32 + (i + 1) * settings.max_new_tokens
     width = session.target.hidden_size * len(session.taps)

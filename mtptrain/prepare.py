@@ -13,6 +13,7 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 import torch
 
@@ -43,6 +44,11 @@ class PrepareSettings:
     top_p: float
     max_batch: int
     shard_conversations: int
+    answers: Literal["target", "given"] = "target"  # given: those of the data, see given.py
+
+    def __post_init__(self) -> None:
+        if self.answers not in ("target", "given"):
+            raise UserError(f"prepare.answers={self.answers} must be target or given")
 
     def sampling(self, seed: int) -> SamplingParams:
         return SamplingParams(
@@ -52,7 +58,7 @@ class PrepareSettings:
 
 @dataclass(frozen=True)
 class Answer:
-    """One turn that the target wrote, as it stands in an answers file."""
+    """One turn that the target wrote, or a conversation with given answers, as in an answers file."""
 
     id: str
     category: str
@@ -60,11 +66,20 @@ class Answer:
     output_ids: tuple[int, ...]
     text: str
     finish_reason: str
+    gaps: tuple[tuple[int, int], ...] = ()  # ranges of output_ids that no target would write
+
+    @property
+    def written(self) -> int:
+        """Tokens that the target wrote, or would write."""
+        return len(self.output_ids) - sum(stop - start for start, stop in self.gaps)
 
     def sample(self) -> Sample:
         """All tokens, with the answer's marked as the target's own."""
         ids = torch.tensor(self.prompt_ids + self.output_ids)
-        return Sample(self.id, self.category, ids, torch.arange(len(ids)) >= len(self.prompt_ids))
+        mask = torch.arange(len(ids)) >= len(self.prompt_ids)
+        for start, stop in self.gaps:
+            mask[len(self.prompt_ids) + start : len(self.prompt_ids) + stop] = False
+        return Sample(self.id, self.category, ids, mask)
 
 
 def answer_turns(
@@ -105,7 +120,8 @@ def _next_request(
     while pending and pending[0].role != "user":
         history.append(pending.pop(0))
     name = conversation.id if turn == 0 else f"{conversation.id}#{turn}"
-    return Request(name, conversation.category, chat.prompt_ids(history))
+    ids = chat.prompt_ids(history, conversation.tools)
+    return Request(name, conversation.category, ids)
 
 
 def prepare_shards(
@@ -134,9 +150,12 @@ def prepare_shards(
             )
             if on_shard is not None:
                 on_shard(k, completions)
-            answers = [asdict(completion_answer(c, chat)) for c in completions]
-            rows = [json.dumps(answer, ensure_ascii=False) for answer in answers]
-            atomic_write(answers_path(folder, k), "\n".join(rows) + "\n")
+            write_answers(folder, k, [completion_answer(c, chat) for c in completions])
+
+
+def write_answers(folder: Path, shard: int, answers: Sequence[Answer]) -> None:
+    rows = [json.dumps(asdict(answer), ensure_ascii=False) for answer in answers]
+    atomic_write(answers_path(folder, shard), "\n".join(rows) + "\n")
 
 
 def missing_answers(
@@ -203,4 +222,5 @@ def read_answers(folder: Path) -> list[list[Answer]]:
 
 def _answer(line: str) -> Answer:
     row = json.loads(line)
-    return Answer(**(row | {key: tuple(row[key]) for key in ("prompt_ids", "output_ids")}))
+    row |= {key: tuple(row[key]) for key in ("prompt_ids", "output_ids")}
+    return Answer(**(row | {"gaps": tuple((a, b) for a, b in row.get("gaps", ()))}))

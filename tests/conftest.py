@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -150,6 +152,22 @@ def requests(tiny_chat: Chat) -> list[Request]:
     """48 chats that the target was trained on the likes of; they share their system prompt."""
     turns = [Turn("user", text[: 10 + 3 * (i % 16)]) for i, text in enumerate(_texts()[:48])]
     return [Request(f"p{i}", "all", tiny_chat.prompt_ids([turn])) for i, turn in enumerate(turns)]
+
+
+@pytest.fixture(scope="session")
+def real_tokenizer() -> Callable[[str], Path]:
+    """The folder of a real tokenizer by its name in tools/fetch_tokenizers.py; skips where it is out of reach."""
+    script = Path(__file__).parents[1] / "tools" / "fetch_tokenizers.py"
+
+    def folder(name: str) -> Path:
+        command = [sys.executable, str(script), name]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode == 3:
+            pytest.skip(done.stderr.strip())
+        assert done.returncode == 0, done.stderr
+        return Path(done.stdout.strip())
+
+    return folder
 
 
 # ---- answers and heads -----------------------------------------------------------------------------------

@@ -40,6 +40,7 @@ def test_identity_says_where_each_tap_is_taken(tiny_target: Target, tiny_chat: C
         ("final_prenorm", None, "pre", 64),
         ("final", None, "post", 64),
     ]
+    assert found.thinking == tiny_chat.thinking == "strip"
     assert (found.norm_kind, found.target_fingerprint) == ("LlamaRMSNorm", "f00d")
     assert (found.tokenizer_hash, found.template_hash) == (
         tiny_chat.tokenizer_hash,

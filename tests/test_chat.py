@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import shutil
 from pathlib import Path
@@ -9,7 +10,10 @@ from pathlib import Path
 import pytest
 
 from mtptrain.chat import Chat
-from mtptrain.types import Turn, UserError
+from mtptrain.template import Thinking, thinking_mode
+from mtptrain.types import Conversation, Turn, UserError
+
+THINKING: tuple[Thinking, ...] = ("on", "off", "strip")
 
 
 def test_a_prompt_ends_where_the_answer_begins(tiny_chat: Chat) -> None:
@@ -71,3 +75,53 @@ def test_folders_without_tokenizer_or_template_are_refused(
     (folder / "chat_template.jinja").unlink()
     with pytest.raises(UserError, match="has no chat template; add chat_template.jinja"):
         Chat.load(folder)
+
+
+def test_prompts_that_the_template_refuses_are_left_out_and_named(
+    tiny_chat: Chat, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A row that cannot be rendered costs itself, with a line that says why; none left is the user's error."""
+    source = (
+        "{% if messages[0].role == 'system' %}{{ raise_exception('no system turn') }}{% endif %}"
+    )
+    tokenizer = copy.deepcopy(tiny_chat.tokenizer)
+    tokenizer.chat_template = source + str(tokenizer.chat_template)
+    chat = Chat(tokenizer, tiny_chat.eos_ids)
+    good = Conversation("a", "qa", (Turn("user", "Hi"), Turn("user", "So?")))
+    bad = Conversation("b", "qa", (Turn("system", "Be brief."), Turn("user", "Hi")))
+    assert chat.accepted([bad, good, bad], "data.path") == [good]
+    assert "data.path: 2 of 3 rows left out: the template refuses: no system turn" in caplog.text
+    with pytest.raises(UserError, match=r"data.path: no row can be rendered \(.*no system turn"):
+        chat.accepted([bad], "data.path")
+    with pytest.raises(
+        UserError, match="a prompt cannot be rendered: .*no system turn; leave its row out"
+    ):
+        chat.prompt_ids(bad.turns)
+
+
+@pytest.mark.parametrize("turns", [(), (Turn("user", "Hi"), Turn("assistant", "Yes."))])
+def test_the_variable_of_thinking_is_set_only_where_it_was_asked_for(
+    turns: tuple[Turn, ...], tiny_chat: Chat
+) -> None:
+    """`strip` is the template's own default; on and off set what templates read."""
+    tokenizer = copy.deepcopy(tiny_chat.tokenizer)
+    tokenizer.chat_template = (
+        "{{ 'unset' if enable_thinking is undefined else enable_thinking }} {{ thinking }}"
+    )
+    seen = {
+        mode: Chat(tokenizer, frozenset(), mode).text(
+            Chat(tokenizer, frozenset(), mode).prompt_ids([*turns, Turn("user", "a")])
+        )
+        for mode in THINKING
+    }
+    assert seen == {"on": "True True", "off": "False False", "strip": "unset "}
+
+
+def test_thinking_is_read_as_yaml_writes_it() -> None:
+    """A bare on or off in a recipe is a boolean to YAML; anything else is refused with the choices."""
+    assert [thinking_mode(value) for value in (True, False, "on", "off", "strip")] == [
+        *("on", "off", "on", "off", "strip"),
+    ]
+    for value in ("maybe", None, 1):
+        with pytest.raises(UserError, match=f"data.thinking={value} must be on, off or strip"):
+            thinking_mode(value)

@@ -61,7 +61,7 @@ def write_recipe(folder: Path, name: str, text: str) -> str:
 @pytest.mark.parametrize("verb", VERBS)
 def test_each_verb_reaches_the_pipeline_with_its_config(verb: str, pipeline: FakePipeline) -> None:
     """Each verb calls the pipeline once, with the composed config and without Hydra's node."""
-    assert main([verb]) == 0
+    assert main([verb, *(["data"] if verb == "inspect" else [])]) == 0
     [(called, config)] = pipeline.calls
     assert called == verb
     assert (config.recipe, config.run_dir, config.batch_size) == ("smollm2", "runs/smollm2", 64)
@@ -145,6 +145,18 @@ def test_help_is_read_from_the_recipes(argv: list[str], capsys: pytest.CaptureFi
     assert f" target.path={config.target.path} " in text
 
 
+def test_inspect_cache_prints_what_the_store_says_of_itself(
+    pipeline: FakePipeline, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The path goes to the store's own description, and no recipe is composed."""
+    store = ModuleType("hidden_state_cache.inspect")
+    store.describe = lambda path: f"a store at {path!r}"  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "hidden_state_cache.inspect", store)
+    assert main(["inspect", "cache", "some/store"]) == 0
+    assert capsys.readouterr().out == f"a store at {Path('some/store')!r}\n"
+    assert not pipeline.calls
+
+
 def test_help_imports_no_torch() -> None:
     """Help and version answer without waiting for torch."""
     code = "import sys; from mtptrain.cli import main; main([]); main(['--version'])"
@@ -179,6 +191,12 @@ MISTAKES = {
     "fit ~nothing": "the recipe does not compose",
     "fit seed=${sed}": "the recipe does not compose",
     "fit run_dir=???": "run_dir is not set: add run_dir=... to the command",
+    "inspect": "inspect is asked for nothing: write `mtptrain inspect data recipe=NAME` or",
+    "inspect dta": "inspect is asked for 'dta': did you mean data?",
+    "inspect recipe=smollm2": "inspect is asked for 'recipe=smollm2': write",
+    "inspect cache": "inspect cache takes one PATH, a store's folder, not 0",
+    "inspect cache a b": "inspect cache takes one PATH, a store's folder, not 2",
+    "inspect data losss=kl": "unknown key 'losss' in losss=kl: did you mean loss",
     "fit --frob": "unrecognized arguments: --frob",
     "fit --cfg jobs": "argument --cfg: invalid choice: 'jobs'",
     "fit -m --cfg job": "not allowed with argument",

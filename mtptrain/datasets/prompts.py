@@ -27,12 +27,15 @@ ROLES: dict[str, Literal["system", "user", "assistant"]] = {
 }
 
 
-def read_prompts(path: Path, max_turns: int | None = None) -> list[Conversation]:
+def read_prompts(
+    path: Path, max_turns: int | None = None, keep_answers: bool = False
+) -> list[Conversation]:
     """Every row's system and user turns. Raises UserError naming file, line and remedy.
 
-    `max_turns` keeps the first so many user turns of a conversation.
+    `max_turns` keeps the first so many user turns of a conversation; `keep_answers` keeps the
+    assistant turns too.
     """
-    rows = [_conversation(path, number, text) for number, text in _lines(path)]
+    rows = [_conversation(path, number, text, keep_answers) for number, text in _lines(path)]
     if not rows:
         raise UserError(
             f"{path} holds no prompts; write one JSON object a line, such as {_EXAMPLE}"
@@ -69,14 +72,14 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
         ) from None
 
 
-def _conversation(path: Path, number: int, text: str) -> Conversation:
+def _conversation(path: Path, number: int, text: str, keep_answers: bool) -> Conversation:
     try:
         row = json.loads(text)
     except json.JSONDecodeError as error:
         raise UserError(
             f"{path} line {number} is not JSON ({error}); correct or delete it"
         ) from None
-    turns = _turns(row) if isinstance(row, dict) else None
+    turns = _turns(row, keep_answers) if isinstance(row, dict) else None
     if not turns or not all(turn.content.strip() for turn in turns):
         raise UserError(
             f"{path} line {number} has no text for the user's turn; write it as {_EXAMPLE}"
@@ -87,14 +90,14 @@ def _conversation(path: Path, number: int, text: str) -> Conversation:
     return Conversation(str(name), str(row.get("category", "all")), turns)
 
 
-def _turns(row: dict[str, Any]) -> tuple[Turn, ...] | None:
-    """System and user turns; None where there is no user turn or something is not text."""
+def _turns(row: dict[str, Any], keep_answers: bool) -> tuple[Turn, ...] | None:
+    """System and user turns, or all; None where there is no user turn or something is not text."""
     if isinstance(row.get("prompt"), str) and "turns" not in row and "messages" not in row:
         return (Turn("user", row["prompt"]),)
     for key in ("messages", "conversations", "turns"):
         if isinstance(row.get(key), list):
             turns = [_turn(item) for item in row[key]]
-            kept = tuple(t for t in turns if t and t.role != "assistant")
+            kept = tuple(t for t in turns if t and (keep_answers or t.role != "assistant"))
             whole = None not in turns and any(t.role == "user" for t in kept)
             return kept if whole else None
     return None
