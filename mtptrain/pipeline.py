@@ -23,7 +23,8 @@ from mtptrain import __version__
 from mtptrain.attention_backends.base import AttentionBackend
 from mtptrain.capture import CaptureSettings, ShardSink, capture_missing, identity
 from mtptrain.chat import Chat
-from mtptrain.datasets.prompts import evenly, read_prompts
+from mtptrain.data.prompts import evaluation_prompts, training_prompts
+from mtptrain.datasets.base import DataSettings
 from mtptrain.drafts.base import Draft, HeadConfig
 from mtptrain.drafts.folder import check_contract, contract, load_draft, save_draft
 from mtptrain.prepare import PrepareSettings, completion_answer, prepare_shards, read_answers
@@ -32,7 +33,6 @@ from mtptrain.run import (
     StageFolder,
     cache_dir,
     check_disk_space,
-    data_file,
     fingerprint,
     provenance,
     save_resolved,
@@ -115,16 +115,17 @@ class Session:
         return mine if "final" in mine else (*mine, "final")
 
     @cached_property
+    def data(self) -> DataSettings:
+        return self.settings(DataSettings, "data")
+
+    @cached_property
     def prompts(self) -> list[Conversation]:
-        return self._read("path", self.config.data.limit)
+        held = [] if self.data.overlap == "allow" else self.eval_prompts
+        return training_prompts(self.data, held, self.run_dir / "data.json")
 
     @cached_property
     def eval_prompts(self) -> list[Conversation]:
-        return self._read("eval_path", self.config.data.eval_limit)
-
-    def _read(self, key: str, limit: int | None) -> list[Conversation]:
-        path = data_file(str(self.config.data[key]), f"data.{key}")
-        return evenly(read_prompts(path, self.config.data.max_turns), limit)
+        return evaluation_prompts(self.data, self.run_dir / "eval_data.json")
 
     def settings(self, kind: type, key: str) -> Any:
         """A section of the config as its frozen dataclass."""

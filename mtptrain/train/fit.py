@@ -20,7 +20,7 @@ from torch import Tensor
 
 from hidden_state_cache import FeatureStore
 from mtptrain.attention_backends.base import AttentionBackend
-from mtptrain.datasets.prompts import evenly
+from mtptrain.datasets.base import evenly
 from mtptrain.drafts.base import Draft, HeadConfig
 from mtptrain.losses.base import FeatureLoss, VocabLoss
 from mtptrain.targets.base import Target

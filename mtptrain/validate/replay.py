@@ -15,7 +15,7 @@ from typing import Protocol
 
 from mtptrain.attention_backends.base import AttentionBackend
 from mtptrain.chat import Chat
-from mtptrain.datasets.prompts import evenly
+from mtptrain.datasets.base import evenly
 from mtptrain.drafts.base import Draft
 from mtptrain.prepare import answer_turns
 from mtptrain.progress import progress
