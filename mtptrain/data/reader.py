@@ -16,7 +16,7 @@ from typing import TypeVar
 from mtptrain.data.arrange import answered_turns, prompt_turns
 from mtptrain.data.counts import Counts
 from mtptrain.data.duplicates import HashSet, hash64, normalise
-from mtptrain.datasets.base import BadRow, DataSettings, DropRow, RawRow, no_text
+from mtptrain.datasets.base import TOO_DEEP, BadRow, DataSettings, DropRow, RawRow, no_text
 from mtptrain.datasets.chats import chat_turns, has_text, tools_text
 from mtptrain.datasets.files import file_rows
 from mtptrain.datasets.hub import hub_rows
@@ -99,7 +99,8 @@ def _accounted(
             found = read(_item(row.value), changes)
         except DropRow as dropped:
             counts.drop(row, str(dropped))
-        except BadRow as bad:
+        except (BadRow, RecursionError) as error:
+            bad = error if isinstance(error, BadRow) else TOO_DEEP
             if not settings.skip_bad_rows:
                 raise UserError(bad.line(row.place)) from None
             counts.drop(row, f"bad row: it {bad.reason}")

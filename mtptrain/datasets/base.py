@@ -83,23 +83,27 @@ class DataSettings:
                 raise UserError(f"data.{key}={value!r} must be a whole number from 0, or null")
 
 
+TOO_DEEP = BadRow("is nested too deeply", "correct or delete it")
+
+
 def no_text() -> BadRow:
     return BadRow("has no text for the user's turn", f"write it as {EXAMPLE}")
 
 
-def parse_json(text: str) -> object:
-    """The value that JSON text says. Raises BadRow for text that is none or that no encoder takes."""
+def parse_json(text: str, part: str = "") -> object:
+    """What JSON text says. Raises BadRow (naming the `part` of the row) for text that is none, or that
+    no encoder takes."""
     try:
         value = json.loads(text)
         if "\\ud" in text or "\\uD" in text:  # half of a pair stands for no character
             json.dumps(value, ensure_ascii=False).encode()
         return value
     except UnicodeEncodeError:
-        raise BadRow("has half of a surrogate pair", "write the character that was meant") from None
+        raise BadRow(f"has half of a surrogate pair{part}", "write whole characters") from None
     except RecursionError:
-        raise BadRow("is nested too deeply", "correct or delete it") from None
+        raise TOO_DEEP from None
     except ValueError as error:
-        raise BadRow("is not JSON", "correct or delete it", f"({error})") from None
+        raise BadRow(f"is not JSON{part}", "correct or delete it", f"({error})") from None
 
 
 def evenly(rows: Sequence[T], count: int | None) -> list[T]:

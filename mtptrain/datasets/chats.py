@@ -29,6 +29,7 @@ ROLES: dict[object, Role] = {
 NOT_TEXT = "it holds images, sound or other content than text"
 UNKNOWN_ROLE = "a role that is not known"
 READ_AS_ASSISTANT = "a role that is not known: read as assistant"
+IN_CALL = " in a tool call"
 CALL_REMEDY = 'write a call as {"name": "...", "arguments": {...}}'
 Item = dict[str, object]
 
@@ -58,7 +59,7 @@ def tools_text(row: Item) -> str | None:
     """The tools that the row's template is given, as JSON text of a list; None without any."""
     tools = row.get("tools")
     if isinstance(tools, str):
-        tools = parse_json(tools) if tools.strip() else None
+        tools = parse_json(tools, " in its tools") if tools.strip() else None
     if not tools:
         return None
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
@@ -69,22 +70,26 @@ def tools_text(row: Item) -> str | None:
 def _listed(
     row: Item, key: str, items: list[object], settings: DataSettings, changes: set[str]
 ) -> list[Turn]:
-    if key == "data":  # UltraChat as first published: texts in turn, the user's first
-        items = [
-            {"role": ("user", "assistant")[i % 2], "content": item}
-            if isinstance(item, str)
-            else item
-            for i, item in enumerate(items)
-        ]
+    if key == "data":
+        items = _by_turns(items)
     turns = [_turn(item, key, i, settings, changes) for i, item in enumerate(items)]
     answer = row.get("generated_message") if key == "conversation" else None
     if isinstance(answer, dict):
         turns.append(
-            _turn({"role": "assistant"} | answer, "generated_message", 0, settings, changes)
+            _turn(answer | {"role": "assistant"}, "generated_message", 0, settings, changes)
         )
     if key == "input" and isinstance(answer := row.get("output"), str):
         turns.append(_assistant({}, answer))
     return turns
+
+
+def _by_turns(items: list[object]) -> list[object]:
+    """UltraChat as it was first published: texts, the user's first."""
+    roles = ("user", "assistant")
+    return [
+        {"role": roles[i % 2], "content": item} if isinstance(item, str) else item
+        for i, item in enumerate(items)
+    ]
 
 
 def _asked(row: Item) -> list[Turn]:
@@ -188,7 +193,7 @@ def _split_reasoning(content: str) -> tuple[str | None, str]:
 
 def _calls(value: object) -> tuple[ToolCall, ...]:
     if isinstance(value, str):
-        value = parse_json(value) if value.strip() else None
+        value = parse_json(value, IN_CALL) if value.strip() else None
     if value is None:
         return ()
     calls = value if isinstance(value, list) else [value]
@@ -197,13 +202,15 @@ def _calls(value: object) -> tuple[ToolCall, ...]:
 
 def _call(value: object) -> ToolCall:
     """A call in OpenAI's form, with or without `function` around it, or as JSON text."""
-    value = parse_json(value) if isinstance(value, str) else value
+    value = parse_json(value, IN_CALL) if isinstance(value, str) else value
     inner = value.get("function", value) if isinstance(value, dict) else None
     name = inner.get("name") if isinstance(inner, dict) else None
     if not isinstance(value, dict) or not isinstance(inner, dict) or not isinstance(name, str):
         raise BadRow("has a tool call without a name", CALL_REMEDY)
     arguments = inner.get("arguments")
-    given = parse_json(arguments) if isinstance(arguments, str) and arguments else arguments
+    given = (
+        parse_json(arguments, IN_CALL) if isinstance(arguments, str) and arguments else arguments
+    )
     if given in (None, ""):
         given = {}
     if not isinstance(given, dict):

@@ -86,9 +86,14 @@ def _value(line: bytes) -> object:
     if len(line) > MAX_ROW_BYTES:
         return BadRow(f"is longer than {MAX_ROW_BYTES >> 20} MiB", "split or delete it")
     try:
-        return parse_json(line.decode())
+        return _checked(line.decode())
     except UnicodeDecodeError as error:
         return BadRow("cannot be read as UTF-8", "save the file as UTF-8", f"({error})")
+
+
+def _checked(text: str) -> object:
+    try:
+        return parse_json(text)
     except BadRow as bad:
         return bad
 
@@ -96,11 +101,13 @@ def _value(line: bytes) -> object:
 def _array_rows(name: str, file: BinaryIO) -> Iterator[RawRow]:
     number = 0
     try:
-        for number, text in enumerate(_elements(_Window(file)), 1):
-            yield RawRow(name, "row", number, text)
+        for number, value in enumerate(_elements(_Window(file)), 1):
+            yield RawRow(name, "row", number, value)
     except (json.JSONDecodeError, RecursionError) as error:
+        # without the place in the message, which is the piece's and not the file's
+        reason = getattr(error, "msg", "nested too deeply")
         raise UserError(
-            f"{name} row {number + 1} is not JSON ({error}); correct the array there, or write one "
+            f"{name} row {number + 1} is not JSON ({reason}); correct the array there, or write one "
             f"row a line to a .jsonl file"
         ) from None
 
@@ -154,10 +161,10 @@ class _Window:
                 continue
             except ValueError as error:  # an integer of thousands of digits
                 raise json.JSONDecodeError(str(error), "", 0) from None
-            if end == len(self._text) and self._more():
-                continue  # a number may go on
+            if end > len(self._text) - 3 and self._more():
+                continue  # a number may go on, as -1.5 does in -1.5e-7
             text, self._at = self._text[self._at : end], end
-            return parse_json(text) if "\\ud" in text or "\\uD" in text else value
+            return _checked(text) if "\\ud" in text or "\\uD" in text else value
 
     def _may_go_on(self, error: json.JSONDecodeError) -> bool:
         open_end = error.msg.startswith("Unterminated string")
