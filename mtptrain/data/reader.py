@@ -16,7 +16,7 @@ from typing import TypeVar
 from mtptrain.data.arrange import answered_turns, prompt_turns
 from mtptrain.data.counts import Counts
 from mtptrain.data.duplicates import HashSet, hash64, normalise
-from mtptrain.datasets.base import TOO_DEEP, BadRow, DataSettings, DropRow, RawRow, no_text
+from mtptrain.datasets.base import BadRow, DataSettings, DropRow, RawRow, no_text, too_deep
 from mtptrain.datasets.chats import chat_turns, has_text, tools_text
 from mtptrain.datasets.files import file_rows
 from mtptrain.datasets.hub import hub_rows
@@ -27,9 +27,6 @@ from mtptrain.types import Conversation, Sample, Turn, UserError
 
 ID_KEYS = ("id", "question_id", "prompt_id", "uuid", "conversation_id")
 DUPLICATE = "the same prompt as an earlier row"
-TOKENISED = BadRow(
-    "is tokenised already, so that the target cannot answer it", "give the conversation's text"
-)
 Item = dict[str, object]
 Row = TypeVar("Row")
 Accept = Callable[[Conversation], None]  # raises DropRow for a row that the caller does not want
@@ -62,7 +59,9 @@ def prompts_of(
 
     def read(item: Item, changes: set[str]) -> Conversation:
         if is_tokenised(item) and not has_text(item):
-            raise TOKENISED
+            raise BadRow(
+                "is tokenised already, so that the target cannot answer it", "give its text"
+            )
         turns = prompt_turns(chat_turns(item, settings, changes), settings, changes)
         row = unique.conversation(item, turns)
         if accept is not None:
@@ -100,7 +99,7 @@ def _accounted(
         except DropRow as dropped:
             counts.drop(row, str(dropped))
         except (BadRow, RecursionError) as error:
-            bad = error if isinstance(error, BadRow) else TOO_DEEP
+            bad = error if isinstance(error, BadRow) else too_deep()
             if not settings.skip_bad_rows:
                 raise UserError(bad.line(row.place)) from None
             counts.drop(row, f"bad row: it {bad.reason}")

@@ -27,9 +27,13 @@ CHOICES = {
 
 
 class BadRow(Exception):
-    """A row that cannot be understood. `reason` is one of few; `detail` is this row's own."""
+    """A row that cannot be understood. `reason` is one of few; `detail` is this row's own.
+
+    Made anew for every row: an exception that is raised again keeps what it was raised through.
+    """
 
     def __init__(self, reason: str, remedy: str, detail: object = "") -> None:
+        super().__init__(reason)
         self.reason, self.remedy = reason, remedy
         self.detail = " ".join(str(detail).split())[:200]
 
@@ -83,7 +87,8 @@ class DataSettings:
                 raise UserError(f"data.{key}={value!r} must be a whole number from 0, or null")
 
 
-TOO_DEEP = BadRow("is nested too deeply", "correct or delete it")
+def too_deep() -> BadRow:
+    return BadRow("is nested too deeply", "correct or delete it")
 
 
 def no_text() -> BadRow:
@@ -101,7 +106,7 @@ def parse_json(text: str, part: str = "") -> object:
     except UnicodeEncodeError:
         raise BadRow(f"has half of a surrogate pair{part}", "write whole characters") from None
     except RecursionError:
-        raise TOO_DEEP from None
+        raise too_deep() from None
     except ValueError as error:
         raise BadRow(f"is not JSON{part}", "correct or delete it", f"({error})") from None
 

@@ -172,10 +172,11 @@ class _Window:
         return (open_end or near_end) and len(self._text) - self._at <= MAX_ROW_BYTES
 
     def _more(self) -> bool:
-        """Lets go of what was passed, reads on; False at the end of the file."""
+        """Lets go of what was passed and reads on; False, and nothing moves, at the end of the file."""
         data = self._file.read(max(CHUNK, len(self._text) - self._at))
-        self._text = self._text[self._at :] + self._decode(data, not data)
-        self._at = 0
+        text = self._decode(data, not data)  # raises where the file ends inside a character
+        if data:
+            self._text, self._at = self._text[self._at :] + text, 0
         return bool(data)
 
 

@@ -14,12 +14,6 @@ from mtptrain.datasets.base import BadRow, RawRow
 
 MAX_MESSAGES = 10_000  # of one tree; the published ones have a few dozen
 Message = dict[str, object]
-ORPHAN = BadRow(
-    "answers a message that is not among the rows before it", "keep the rows of a tree together"
-)
-TOO_LARGE = BadRow(
-    f"begins a tree of more than {MAX_MESSAGES:,} messages", "give every tree its message_tree_id"
-)
 
 
 def gather_trees(rows: Iterable[RawRow]) -> Iterator[RawRow]:
@@ -33,7 +27,7 @@ def gather_trees(rows: Iterable[RawRow]) -> Iterator[RawRow]:
                     yield tree.row()
                 tree = _Tree(row, value)
             elif not tree.add(value):
-                yield row._replace(value=ORPHAN)
+                yield row._replace(value=_orphan())
             continue
         if tree is not None:
             yield tree.row()
@@ -68,9 +62,9 @@ class _Tree:
 
     def row(self) -> RawRow:
         if self._orphan:
-            return self._first._replace(value=ORPHAN)
+            return self._first._replace(value=_orphan())
         if len(self._replies) > MAX_MESSAGES:
-            return self._first._replace(value=TOO_LARGE)
+            return self._first._replace(value=_too_large())
         path, seen = [self._root], {str(self._root.get("message_id"))}
         while reply := _best(self._replies[str(path[-1].get("message_id"))]):
             if str(reply.get("message_id")) in seen:
@@ -109,3 +103,15 @@ def _rank(message: Message) -> float:
 def _messages(name: object, path: list[Message]) -> Message:
     turns = [{"role": m.get("role"), "content": m.get("text")} for m in path]
     return {"id": name, "messages": turns}
+
+
+def _orphan() -> BadRow:
+    return BadRow(
+        "answers a message that is not among the rows before it", "keep a tree's rows together"
+    )
+
+
+def _too_large() -> BadRow:
+    return BadRow(
+        f"begins a tree of more than {MAX_MESSAGES:,} messages", "give every tree its own id"
+    )

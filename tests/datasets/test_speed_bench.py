@@ -20,7 +20,7 @@ KEYS = {"category": "writing", "sub_category": "x", "source": "s", "src_id": 1}
 )
 def test_a_placeholder_is_refused(row: dict[str, object]) -> None:
     """In any turn, of either form."""
-    with pytest.raises(BadRow, match=""):
+    with pytest.raises(BadRow, match="placeholder"):
         refuse_placeholders(KEYS | row)
 
 
