@@ -103,15 +103,19 @@ class Chat:
         """The conversation with its given answers as one sample, or as more (see `samples`)."""
         return list(self.samples([row], Counter() if counts is None else counts))
 
-    def samples(self, rows: Iterable[Conversation], counts: Counter[str]) -> Iterator[Sample]:
-        """Conversations with their given answers, tokenised, the answers' tokens marked.
+    def samples(
+        self, rows: Iterable[Conversation | Sample], counts: Counter[str]
+    ) -> Iterator[Sample]:
+        """Conversations with their given answers, tokenised, the answers' tokens marked; samples as they are.
 
         An answer that later turns render otherwise is a sample of its own. `counts` is told, by
         reason, what was left out and what was made otherwise.
         """
         rest = iter(rows)
         while chunk := list(islice(rest, CHUNK)):
-            rendered = [text for row in chunk for text in render(self.template, row, counts)]
+            yield from (row for row in chunk if isinstance(row, Sample))
+            asked = [row for row in chunk if isinstance(row, Conversation)]
+            rendered = [text for row in asked for text in render(self.template, row, counts)]
             yield from tokenise(self.tokenizer, rendered, self.eos_ids, counts)
 
     def text(self, ids: Sequence[int]) -> str:

@@ -25,7 +25,7 @@ ROWS, SAMPLES, TOKENS, SUPERVISED = "rows read", "samples", "tokens", "tokens su
 
 
 def write_given(
-    rows: Sequence[Conversation], folder: Path, shard_conversations: int, chat: Chat
+    rows: Sequence[Conversation | Sample], folder: Path, shard_conversations: int, chat: Chat
 ) -> Counter[str]:
     """Writes `answers-<k>.jsonl` for every shard that has samples; returns what was counted.
 
@@ -43,7 +43,7 @@ def write_given(
     return total
 
 
-def _shard(rows: Sequence[Conversation], folder: Path, index: int, chat: Chat) -> Counter[str]:
+def _shard(rows: Sequence[Conversation | Sample], folder: Path, index: int, chat: Chat) -> Counter[str]:
     path = folder / f"masks-{index:05d}.json"
     if path.exists():
         return Counter(json.loads(path.read_text("utf-8")))

@@ -15,7 +15,7 @@ from itertools import groupby
 import torch
 
 from mtptrain.chat import Chat
-from mtptrain.datasets.prompts import evenly
+from mtptrain.datasets.base import evenly
 from mtptrain.given import count_sample, lines
 from mtptrain.types import Conversation, Sample
 

@@ -8,45 +8,46 @@ the ones before it, so every verb works alone. It gives up parallel stages: one 
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import time
 from collections import Counter
-from dataclasses import dataclass, field, replace
-from functools import cached_property
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
-import torch
 from hydra.utils import instantiate
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
-from hidden_state_cache import FeatureStore, FeatureWriter, StoreIdentity
-from mtptrain import __version__
-from mtptrain.attention_backends.base import AttentionBackend
-from mtptrain.capture import CaptureSettings, ShardSink, capture_missing, identity
-from mtptrain.chat import Chat
-from mtptrain.datasets.prompts import evenly, read_prompts
-from mtptrain.drafts.base import Draft, HeadConfig
-from mtptrain.drafts.folder import check_contract, contract, load_draft, save_draft
+from hidden_state_cache import FeatureStore, FeatureWriter, StoreError, verify
+from mtptrain.capture import CaptureSettings, ShardSink, capture_missing
+from mtptrain.drafts.folder import (
+    check_contract,
+    contract,
+    load_draft,
+    save_draft,
+    weights_checksum,
+)
 from mtptrain.given import ROWS, require_supervised, write_given
 from mtptrain.marked import counted, describe, unanswered
-from mtptrain.prepare import PrepareSettings, completion_answer, prepare_shards, read_answers
+from mtptrain.prepare import (
+    PrepareSettings,
+    check_answers,
+    completion_answer,
+    missing_answers,
+    prepare_shards,
+    read_answers,
+    seal_answers,
+)
 from mtptrain.run import (
     VERBS,
     StageFolder,
     cache_dir,
     check_disk_space,
-    data_file,
-    fingerprint,
     provenance,
     save_resolved,
 )
-from mtptrain.runtime.engine import Engine
-from mtptrain.runtime.scheduler import EngineLimits
-from mtptrain.targets.base import Target, layer_count, place_taps
-from mtptrain.targets.fingerprint import target_fingerprint
-from mtptrain.targets.gguf import resolve
-from mtptrain.template import thinking_mode
+from mtptrain.session import Session
+from mtptrain.train.checks import check_served
 from mtptrain.train.fit import fit_draft
 from mtptrain.train.module import TrainSettings
 from mtptrain.types import Completion, Conversation, UserError
@@ -60,173 +61,34 @@ log = logging.getLogger("mtptrain")
 def run(verb: str, config: DictConfig) -> None:
     """Runs one verb and the stages it needs. Raises UserError for the user's mistakes."""
     assert verb in VERBS, verb
-    session = Session(config)
-    if verb == "inspect":
-        return inspect_data(session)
-    save_resolved(config, session.run_dir)
     stages = {"prepare": prepare, "capture": capture, "train": train, "validate": validate}
-    stages["validate" if verb == "fit" else verb](session)
-
-
-@dataclass
-class Session:
-    """What the stages of one command share; each part is made when first asked for."""
-
-    config: DictConfig
-    times: dict[str, float] = field(default_factory=dict)
-
-    @property
-    def run_dir(self) -> Path:
-        return Path(self.config.run_dir)
-
-    @property
-    def seed(self) -> int:
-        return int(self.config.seed)
-
-    @cached_property
-    def folder(self) -> Path:
-        return resolve(str(self.config.target.path), cache_dir())
-
-    @cached_property
-    def target_fingerprint(self) -> str:
-        return target_fingerprint(self.folder)
-
-    @cached_property
-    def chat(self) -> Chat:
-        return Chat.load(self.folder, thinking_mode(self.config.data.thinking))
-
-    @cached_property
-    def target(self) -> Target:
-        device = str(self.config.target.device)
-        if device == "auto":
-            device = "cuda" if torch.cuda.is_available() else "cpu"
-        return Target.load(self.folder, str(self.config.target.dtype), device)
-
-    @cached_property
-    def backend(self) -> AttentionBackend:
-        return instantiate(self.config.attention_backend)
-
-    @cached_property
-    def draft_config(self) -> HeadConfig:
-        config = instantiate(self.config.draft)
-        if not isinstance(config, HeadConfig):
-            raise UserError(
-                "draft= names a draft that needs no training; choose a head such as draft=mtp"
-            )
-        return replace(config, taps=place_taps(config.taps, layer_count(self.folder)))
-
-    @property
-    def taps(self) -> tuple[str, ...]:
-        """What is captured: the draft's taps, and `final` for the target's own distribution."""
-        mine = self.draft_config.taps
-        return mine if "final" in mine else (*mine, "final")
-
-    @property
-    def answers_given(self) -> bool:
-        return self.settings(PrepareSettings, "prepare").answers == "given"
-
-    @cached_property
-    def rows(self) -> list[Conversation]:
-        """What is trained on, with the answers that the data holds."""
-        return self._read("path", self.config.data.limit, keep_answers=True)
-
-    @cached_property
-    def prompts(self) -> list[Conversation]:
-        rows = self._read("path", self.config.data.limit)
-        return self.chat.accepted(rows, "data.path")
-
-    @cached_property
-    def eval_prompts(self) -> list[Conversation]:
-        rows = self._read("eval_path", self.config.data.eval_limit)
-        return self.chat.accepted(rows, "data.eval_path")
-
-    def _read(self, key: str, limit: int | None, keep_answers: bool = False) -> list[Conversation]:
-        path = data_file(str(self.config.data[key]), f"data.{key}")
-        return evenly(read_prompts(path, self.config.data.max_turns, keep_answers), limit)
-
-    def settings(self, kind: type, key: str) -> Any:
-        """A section of the config as its frozen dataclass."""
-        return kind(**OmegaConf.to_container(self.config[key], resolve=True))  # pyright: ignore
-
-    def limits(self, max_batch: int, num_draft_tokens: int = 0) -> EngineLimits:
-        runtime = self.config.runtime
-        pages = -(-int(runtime.kv_tokens) // int(runtime.page_size))
-        return EngineLimits(
-            max_batch,
-            int(runtime.max_prefill_tokens),
-            int(runtime.page_size),
-            pages,
-            num_draft_tokens,
-        )
-
-    def engine(
-        self,
-        max_batch: int,
-        draft: Draft | None = None,
-        num_draft_tokens: int = 0,
-        capture_taps: tuple[str, ...] = (),
-    ) -> Engine:
-        limits = self.limits(max_batch, num_draft_tokens)
-        return Engine(self.target, self.backend, limits, self.chat.eos_ids, draft, capture_taps)
-
-    # ---- fingerprints: everything that a stage's result depends on ---------------------------------------
-
-    @cached_property
-    def answers_key(self) -> str:
-        rows = self.rows if self.answers_given else self.prompts
-        parts = (self.target_fingerprint, rows, self.settings(PrepareSettings, "prepare"))
-        how = (self.chat.thinking, self.seed, str(self.config.target.dtype))
-        return fingerprint("answers", __version__, *parts, *how)
-
-    @cached_property
-    def store_key(self) -> str:
-        capture = self.settings(CaptureSettings, "capture")
-        return fingerprint("store", self.answers_key, self.taps, capture.dtype)
-
-    @cached_property
-    def train_key(self) -> str:
-        settings = self.settings(TrainSettings, "train")
-        parts = (self.draft_config, type(self.draft_config).__name__, self.config.loss, settings)
-        return fingerprint(
-            "train", self.store_key, *parts, self.seed, int(self.config.num_draft_tokens)
-        )
-
-    @cached_property
-    def validate_key(self) -> str:
-        c = self.config
-        parts = (self.eval_prompts, c.num_draft_tokens, c.temperature, c.batch_size, c.validate)
-        return fingerprint("validate", self.train_key, *parts)
-
-    def store_identity(self) -> StoreIdentity:
-        key = self.answers_key[:16]
-        return identity(self.target, self.chat, self.taps, self.target_fingerprint, key)
-
-    @property
-    def answers_stage(self) -> StageFolder:
-        return StageFolder(cache_dir() / "answers" / self.answers_key[:16])
-
-    @property
-    def store_stage(self) -> StageFolder:
-        return StageFolder(cache_dir() / "stores" / self.store_key[:16])
-
-    @property
-    def draft_folder(self) -> Path:
-        return self.run_dir / "draft"
+    with ExitStack() as locks:
+        session = Session(config, locks)
+        if verb == "inspect":
+            return inspect_data(session)
+        session.hold(session.run_dir)
+        save_resolved(config, session.run_dir)
+        stages["validate" if verb == "fit" else verb](session)
 
 
 def prepare(session: Session) -> None:
     """Answers for everything that is trained on: the target's own, or those that the data gives."""
     stage = session.answers_stage
-    if _skip(session, "prepare", stage, session.answers_key):
-        return
-    start = time.perf_counter()
     settings: PrepareSettings = session.settings(PrepareSettings, "prepare")
+    missing = [] if session.answers_given else missing_answers(session.prompts, stage.path, settings)
+    if not missing and _skip(session, "prepare", stage, session.answers_key):
+        return
+    if stage.is_complete(session.answers_key):
+        log.warning("prepare: %s lacks %d files; they are made again", stage.path, len(missing))
+    start = time.perf_counter()
     _check_space(session, settings)
+    session.hold(stage.path)
     stage.begin(session.answers_key)
     if session.answers_given:
         write_given(session.rows, stage.path, settings.shard_conversations, session.chat)
     else:
         _ask_target(session, settings)
+    seal_answers(stage.path)
     answers = [a for shard in read_answers(stage.path) for a in shard]
     written = sum(a.written for a in answers)
     stage.complete(session.answers_key, answers=len(answers), tokens=written)
@@ -252,11 +114,15 @@ def _ask_target(session: Session, settings: PrepareSettings) -> None:
 def capture(session: Session) -> None:
     """Features of the answers, for whatever shards prepare has not captured on the way."""
     stage = session.store_stage
-    if _skip(session, "capture", stage, session.store_key):
+    fault = _store_fault(session.store_folder)
+    if fault is None and _skip(session, "capture", stage, session.store_key):
         return
+    if stage.is_complete(session.store_key):
+        log.warning("capture: %s; it is mended", fault)
     prepare(session)
     stage, start = session.store_stage, time.perf_counter()  # its own time, without prepare's
     sink = _sink(session)
+    check_answers(session.answers_stage.path)
     answers = read_answers(session.answers_stage.path)
     settings: CaptureSettings = session.settings(CaptureSettings, "capture")
     capture_missing(sink, session.backend, answers, settings)
@@ -267,14 +133,16 @@ def capture(session: Session) -> None:
 
 def train(session: Session) -> None:
     """Fits the draft and writes its folder."""
-    stage = StageFolder(session.run_dir / "train")
+    stage = session.train_stage
     whole = (session.draft_folder / "config.json").exists()
     if whole and _skip(session, "train", stage, session.train_key):
         return
     capture(session)
     start = time.perf_counter()
-    store = FeatureStore.open(session.store_stage.path / "features", session.store_identity())
+    store = FeatureStore.open(session.store_folder, session.store_identity())
+    _prove_store(session)
     stage.begin(session.train_key)
+    num_draft_tokens = int(session.config.num_draft_tokens)
     result = fit_draft(
         session.draft_config,
         instantiate(session.config.loss),
@@ -283,7 +151,7 @@ def train(session: Session) -> None:
         session.backend,
         session.settings(TrainSettings, "train"),
         stage.path,
-        num_draft_tokens=int(session.config.num_draft_tokens),
+        num_draft_tokens=num_draft_tokens,
         seed=session.seed,
     )
     chat, target = session.chat, session.target
@@ -291,7 +159,15 @@ def train(session: Session) -> None:
         result.draft, target, session.target_fingerprint, chat.template_hash, chat.tokenizer_hash
     )
     save_draft(result.draft, session.draft_folder, promise)
-    stage.complete(session.train_key, steps=result.steps, supervised_rows=result.supervised_rows)
+    saved = load_draft(session.draft_folder, target)
+    check_served(saved, target, session.backend, store, num_draft_tokens)
+    stage.complete(
+        session.train_key,
+        steps=result.steps,
+        supervised_rows=result.supervised_rows,
+        weights=weights_checksum(session.draft_folder),
+        unmoved=", ".join(result.unmoved),
+    )
     session.times["train"] = time.perf_counter() - start
 
 
@@ -308,6 +184,7 @@ def validate(session: Session) -> None:
         ):
             if (record := earlier.record()) is not None:
                 session.times.setdefault(name, record.seconds)
+        _check_weights(session)
         check_contract(session.draft_folder, session.target_fingerprint, session.chat.template_hash)
         draft = load_draft(session.draft_folder, session.target)
         report = replay(
@@ -327,6 +204,7 @@ def validate(session: Session) -> None:
             origin=lambda: provenance(
                 session.config, session.times | {"validate": time.perf_counter() - start}
             ),
+            warnings=_warnings(session),
         )
         write_report(report, session.run_dir)
         write_model_card(session.draft_folder, report)
@@ -338,20 +216,21 @@ def validate(session: Session) -> None:
 
 
 def inspect_data(session: Session) -> None:
-    """Prints three samples with their loss mask, and counts; writes nothing."""
+    """Prints three samples with their loss mask, and counts; writes nothing but the counts of rows."""
     chat, stage = session.chat, session.answers_stage
     note, counts = "", Counter[str]()
-    if not session.answers_given and stage.is_complete(session.answers_key):
+    if session.answers_given:
+        samples = chat.samples(session.rows, counts)
+        counts[ROWS] = len(session.rows)
+        samples = list(samples)
+        require_supervised(counted(samples, Counter(counts)))
+    elif stage.is_complete(session.answers_key):
         samples = [a.sample() for shard in read_answers(stage.path) for a in shard]
         counts[ROWS] = len(session.prompts)
     else:
-        samples = list(chat.samples(session.rows, counts))
-        counts[ROWS] = len(session.rows)
-    if session.answers_given:
-        require_supervised(counted(samples, Counter(counts)))
-    elif not stage.is_complete(session.answers_key):
+        samples = unanswered(session.prompts, chat)
+        counts[ROWS] = len(session.prompts)
         note = "\nthe target has not answered yet: mtptrain prepare has it write the answers of training"
-        samples = samples or unanswered(session.prompts, chat)
     print(describe(samples, chat, counted(samples, counts), sys.stdout.isatty()) + note)
 
 
@@ -367,23 +246,69 @@ def _skip(session: Session, name: str, stage: StageFolder, key: str) -> bool:
 def _sink(session: Session) -> ShardSink:
     """Begins or goes on with the store of this session."""
     stage = session.store_stage
+    session.hold(stage.path)
     stage.begin(session.store_key)
     settings: CaptureSettings = session.settings(CaptureSettings, "capture")
-    writer = FeatureWriter(stage.path / "features", session.store_identity(), settings.dtype)
+    writer = FeatureWriter(session.store_folder, session.store_identity(), settings.dtype)
     settled: PrepareSettings = session.settings(PrepareSettings, "prepare")
     greedy = settled.temperature == 0 and settled.answers == "target"
     return ShardSink(writer, session.target, session.taps, greedy)
 
 
+def _store_fault(store: Path) -> str | None:
+    """What keeps the store from being opened: a shard that is missing or cut short, or all of them."""
+    try:
+        FeatureStore.open(store)
+    except StoreError as error:
+        return str(error)
+
+
+def _prove_store(session: Session) -> None:
+    """Every byte that is trained on is as it was written. Raises UserError naming the shards that are not."""
+    if not session.settings(CaptureSettings, "capture").verify:
+        return
+    faults = list(verify(session.store_folder, workers=os.cpu_count() or 1).faults)
+    if faults:
+        more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
+        raise UserError(f"{session.store_folder}: {faults[0]}{more}")
+
+
+def _check_weights(session: Session) -> None:
+    record = session.train_stage.record()
+    written = record.summary.get("weights") if record else None
+    if written not in (None, weights_checksum(session.draft_folder)):
+        raise UserError(
+            f"{session.draft_folder} does not hold the weights that training wrote: delete that folder and "
+            "run again, it is written anew from the last checkpoint"
+        )
+
+
+def _warnings(session: Session) -> tuple[str, ...]:
+    record = session.train_stage.record()
+    unmoved = str(record.summary.get("unmoved", "")) if record else ""
+    return (f"training has left these weights at their start: {unmoved}",) if unmoved else ()
+
+
 def _check_space(session: Session, settings: PrepareSettings) -> None:
-    """Estimates the store before anything is computed: every prompt's rows plus full-length answers."""
-    rows = 0
-    for conversation in session.rows if session.answers_given else session.prompts:
-        if session.answers_given:
-            rows += sum(len(turn.content) // 3 + 32 for turn in conversation.turns)
-            continue
-        for i, turn in enumerate(t for t in conversation.turns if t.role == "user"):
-            rows += len(turn.content) // 3 + 32 + (i + 1) * settings.max_new_tokens
+    """Estimates the store before anything is computed: every row's tokens, and answers of full length."""
+    rows = _given_rows(session) if session.answers_given else _asked_rows(session, settings)
     width = session.target.hidden_size * len(session.taps)
     size = {"fp32": 4, "bf16": 2, "fp16": 2}.get(str(session.config.capture.dtype), 1)
     check_disk_space(cache_dir(), rows * (width * size + 9), f"the feature store ({rows:,} tokens)")
+
+
+def _asked_rows(session: Session, settings: PrepareSettings) -> int:
+    return sum(
+        len(turn.content) // 3 + 32 + (i + 1) * settings.max_new_tokens
+        for conversation in session.prompts
+        for i, turn in enumerate(t for t in conversation.turns if t.role == "user")
+    )
+
+
+def _given_rows(session: Session) -> int:
+    return sum(
+        sum(len(turn.content) // 3 + 32 for turn in row.turns)
+        if isinstance(row, Conversation)
+        else len(row.input_ids)
+        for row in session.rows
+    )

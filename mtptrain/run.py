@@ -55,14 +55,16 @@ def _user_cache_dir() -> Path:
 
 
 def data_file(path: str, key: str) -> Path:
-    """The prompts file that `key=path` names: as given, else relative to the recipes folder.
+    """The file or folder that `key=path` names: as given, else relative to the recipes folder.
 
     Raises UserError where neither exists.
     """
     for candidate in (Path(path).expanduser(), recipes_dir() / path):
-        if candidate.is_file():
+        if path and candidate.exists():
             return candidate
-    raise _user_error(f"{key}={path}: no such file; name a file of prompts (jsonl) with {key}=")
+    raise _user_error(
+        f"{key}={path}: no such file; name a file or folder of prompts, or a hub data set, with {key}="
+    )
 
 
 def fingerprint(*parts: object) -> str:

@@ -18,6 +18,7 @@ ORDER = (  # a room imports those of its own line and of the lines above
     ("attention_backends",),
     ("layers",),
     ("targets", "datasets", "losses"),
+    ("data",),
     ("drafts",),
     ("runtime",),
     ("prepare", "given", "marked", "capture", "train", "validate", "advise", "exporters"),

@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from mtptrain.chat import Chat
-from mtptrain.datasets.prompts import read_prompts
+from mtptrain.data.prompts import read_prompts
 from mtptrain.machine import describe_machine
 from mtptrain.prepare import Answer, read_answers
 from mtptrain.run import cache_dir, data_file

@@ -17,7 +17,10 @@ from functools import partial
 import bench
 
 from mtptrain.chat import CHUNK, Chat
-from mtptrain.datasets.prompts import read_prompts
+from mtptrain.data.counts import Counts
+from mtptrain.data.prompts import read_prompts
+from mtptrain.data.reader import read_answered
+from mtptrain.datasets.base import DataSettings
 from mtptrain.loss_mask import render
 from mtptrain.run import cache_dir, data_file
 from mtptrain.targets.gguf import resolve
@@ -50,7 +53,8 @@ def main() -> None:
 def chats(path: str | None) -> list[Conversation]:
     """Conversations with answers: the file's, or made of the starter prompts."""
     if path:
-        return read_prompts(data_file(path, "--data"), keep_answers=True)
+        rows = read_answered(data_file(path, "--data"), DataSettings(), Counts())
+        return [row for row in rows if isinstance(row, Conversation)]
     told = [row.turns[-1].content for row in read_prompts(data_file(bench.STARTER, "--data"))]
     said = told[1:] + told[:1]
     turns = [(Turn("user", a), Turn("assistant", b)) for a, b in zip(told, said, strict=True)]

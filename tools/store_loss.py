@@ -16,7 +16,7 @@ from torch import Tensor
 
 from hidden_state_cache import FeatureStore, RowDtype, StoredSample
 from hidden_state_cache.codec import decode, encode
-from mtptrain.datasets.prompts import evenly
+from mtptrain.datasets.base import evenly
 from mtptrain.drafts.base import Draft
 from mtptrain.drafts.folder import load_draft
 from mtptrain.pipeline import Session

@@ -1,1 +1,1 @@
-"""Shelf: raw rows of a prompts file to Conversations."""
+"""Shelf: where raw rows come from, and the layouts that need code; `mtptrain.data` puts them together."""

@@ -6,7 +6,7 @@ checkpoint is read with weights only, so a run folder executes nothing. It gives
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -18,11 +18,12 @@ from torch import Tensor
 
 from hidden_state_cache import FeatureStore
 from mtptrain.attention_backends.base import AttentionBackend
-from mtptrain.datasets.prompts import evenly
+from mtptrain.datasets.base import evenly
 from mtptrain.drafts.base import Draft, HeadConfig
 from mtptrain.losses.base import FeatureLoss, VocabLoss
 from mtptrain.targets.base import Target
 from mtptrain.train.callbacks import HeldOutCurve, ShowProgress, StopAtNonFinite, plot_curves
+from mtptrain.train.checks import check_teacher, footprints, unmoved
 from mtptrain.train.checkpoint import WholeCheckpoints, read_checkpoint
 from mtptrain.train.data import StoreData, TapColumns
 from mtptrain.train.metrics import MetricsCsv
@@ -45,6 +46,7 @@ class TrainResult:
     draft: Draft
     steps: int
     supervised_rows: int
+    unmoved: tuple[str, ...]  # norms that training has left at their start
 
 
 def fit_draft(
@@ -64,10 +66,12 @@ def fit_draft(
     resume = read_checkpoint(checkpoint) if checkpoint.exists() else {}
     L.seed_everything(seed, verbose=False)
     columns = TapColumns.of(store, config.taps)
+    check_teacher(store, columns.final, target, backend)
     weights = token_weights(store, columns.final, target)
     vocab = heaviest(weights, config.draft_vocab_size)
     draft = replace(config, draft_vocab=vocab).build(target)
     draft.calibrate(_some_features(store, columns))
+    start = footprints(draft)
     data = StoreData(
         store,
         config.taps,
@@ -93,7 +97,15 @@ def fit_draft(
     else:  # killed between its last checkpoint and the end of the stage
         module.load_state_dict(resume["state_dict"])
         module.on_load_checkpoint(resume)
-    return TrainResult(draft, steps, module.supervised_rows)
+    return TrainResult(draft, steps, module.supervised_rows, _unmoved(draft, start))
+
+
+def _unmoved(draft: Draft, start: Mapping[str, tuple[float, float]]) -> tuple[str, ...]:
+    """Norms still at their start. Raises RuntimeError where any other weight is."""
+    left = unmoved(start, footprints(draft))
+    if stuck := [name for name in left if "norm" not in name]:
+        raise RuntimeError(f"training has not moved {', '.join(stuck)}: they are not in the graph")
+    return left
 
 
 def _scoring(draft: Draft, target: Target, weights: Tensor, size: int, seed: int) -> Scoring:

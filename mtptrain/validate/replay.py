@@ -15,7 +15,7 @@ from typing import Protocol
 
 from mtptrain.attention_backends.base import AttentionBackend
 from mtptrain.chat import Chat
-from mtptrain.datasets.prompts import evenly
+from mtptrain.datasets.base import evenly
 from mtptrain.drafts.base import Draft
 from mtptrain.prepare import answer_turns
 from mtptrain.progress import progress
@@ -76,6 +76,7 @@ def replay(
     target_name: str,
     draft_name: str,
     origin: Callable[[], Provenance],
+    warnings: tuple[str, ...] = (),
 ) -> Report:
     """The whole report (design §5.4). Raises UserError for settings that cannot be replayed."""
     if batch_size < 1:
@@ -114,6 +115,7 @@ def replay(
         simulated_acceptance_length=walked.acceptance_length.value,
         lossless=compare(plain, speculative) if temperature == 0 else None,
         sampled=sampled,
+        warnings=warnings,
     )
 
 

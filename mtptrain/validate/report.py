@@ -103,6 +103,7 @@ class Report(MeasuredRun):
     lossless: Lossless | None
     sampled: MeasuredRun | None
     provenance: Provenance
+    warnings: tuple[str, ...] = ()  # what a reader should know before trusting the figures
     schema: int = SCHEMA
 
 
@@ -131,6 +132,7 @@ def assemble(
     simulated_acceptance_length: float | None = None,
     lossless: Lossless | None = None,
     sampled: MeasuredRun | None = None,
+    warnings: tuple[str, ...] = (),
 ) -> Report:
     """The report of `run`, with whatever else was measured; what is left out is null."""
     return Report(
