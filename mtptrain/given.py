@@ -43,7 +43,9 @@ def write_given(
     return total
 
 
-def _shard(rows: Sequence[Conversation | Sample], folder: Path, index: int, chat: Chat) -> Counter[str]:
+def _shard(
+    rows: Sequence[Conversation | Sample], folder: Path, index: int, chat: Chat
+) -> Counter[str]:
     path = folder / f"masks-{index:05d}.json"
     if path.exists():
         return Counter(json.loads(path.read_text("utf-8")))

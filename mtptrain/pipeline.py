@@ -75,7 +75,9 @@ def prepare(session: Session) -> None:
     """Answers for everything that is trained on: the target's own, or those that the data gives."""
     stage = session.answers_stage
     settings: PrepareSettings = session.settings(PrepareSettings, "prepare")
-    missing = [] if session.answers_given else missing_answers(session.prompts, stage.path, settings)
+    missing = (
+        [] if session.answers_given else missing_answers(session.prompts, stage.path, settings)
+    )
     if not missing and _skip(session, "prepare", stage, session.answers_key):
         return
     if stage.is_complete(session.answers_key):

@@ -181,6 +181,8 @@ def _decode(kind: Any, value: Any, where: str) -> Any:
     if isinstance(kind, type) and is_dataclass(kind):
         hints = get_type_hints(kind)
         items = _expect(dict, value, where)
+        later = {"warnings": []} if kind is Report else {}  # a key that older reports lack
+        items = later | items
         if wrong := sorted(hints.keys() ^ items.keys()):
             raise UserError(f"{where}: missing or unknown keys {', '.join(wrong)}; {_AGAIN}")
         return kind(**{key: _decode(hints[key], items[key], f"{where}: {key}") for key in hints})
@@ -213,7 +215,8 @@ def summary_line(report: Report) -> str:
 def render_markdown(report: Report) -> str:
     """report.md: every figure of report.json in tables, with half a sentence on what it means."""
     title = f"# {report.draft} for {report.target}"
-    blocks = [title, summary_line(report), _headline(report, _compared(report))]
+    warnings = [f"**Warning:** {warning}" for warning in report.warnings]
+    blocks = [title, summary_line(report), *warnings, _headline(report, _compared(report))]
     blocks += _details(report, "##")
     if report.sampled is not None:
         blocks += [
