@@ -20,7 +20,9 @@ from omegaconf import DictConfig
 
 from hidden_state_cache import FeatureStore, FeatureWriter, StoreError, verify
 from mtptrain.capture import CaptureSettings, ShardSink, capture_missing
+from mtptrain.drafts.base import Draft
 from mtptrain.drafts.folder import (
+    Contract,
     check_contract,
     contract,
     load_draft,
@@ -156,13 +158,9 @@ def train(session: Session) -> None:
         num_draft_tokens=num_draft_tokens,
         seed=session.seed,
     )
-    chat, target = session.chat, session.target
-    promise = contract(
-        result.draft, target, session.target_fingerprint, chat.template_hash, chat.tokenizer_hash
-    )
-    save_draft(result.draft, session.draft_folder, promise)
-    saved = load_draft(session.draft_folder, target)
-    check_served(saved, target, session.backend, store, num_draft_tokens)
+    save_draft(result.draft, session.draft_folder, _promise(session, result.draft))
+    saved = load_draft(session.draft_folder, session.target)
+    check_served(saved, session.target, session.backend, store, num_draft_tokens)
     stage.complete(
         session.train_key,
         steps=result.steps,
@@ -187,8 +185,8 @@ def validate(session: Session) -> None:
             if (record := earlier.record()) is not None:
                 session.times.setdefault(name, record.seconds)
         _check_weights(session)
-        check_contract(session.draft_folder, session.target_fingerprint, session.chat.template_hash)
         draft = load_draft(session.draft_folder, session.target)
+        check_contract(session.draft_folder, _promise(session, draft))
         report = replay(
             session.target,
             draft,
@@ -283,6 +281,13 @@ def _check_weights(session: Session) -> None:
             f"{session.draft_folder} does not hold the weights that training wrote: delete that folder and "
             "run again, it is written anew from the last checkpoint"
         )
+
+
+def _promise(session: Session, draft: Draft) -> Contract:
+    """What the draft meets here and now."""
+    chat, fingerprint = session.chat, session.target_fingerprint
+    hashes = (fingerprint, chat.template_hash, chat.tokenizer_hash)
+    return contract(draft, session.target, *hashes, chat.thinking)
 
 
 def _warnings(session: Session) -> tuple[str, ...]:

@@ -157,7 +157,7 @@ def test_a_draft_written_onto_a_full_disk_is_no_draft(
     """config.json goes first and comes last: the old head's cannot stand beside the new one's weights."""
     folder, full = disk
     draft = MTPConfig().build(tiny_target)
-    promise = contract(draft, tiny_target, "f", "t", "k")
+    promise = contract(draft, tiny_target, "f", "t", "k", "strip")
     save_draft(draft, folder / "draft", promise)
     with full(folder), pytest.raises(OSError):
         save_draft(draft, folder / "draft", promise)

@@ -41,6 +41,7 @@ class Contract:
     target_fingerprint: str
     template_hash: str
     tokenizer_hash: str
+    thinking: str
     taps: tuple[str, ...]
     feature_norm: str  # post: outputs of the final norm; pre: residual stream
     norm_kind: str
@@ -53,7 +54,7 @@ class Contract:
 
 
 def contract(
-    draft: Draft, target: Target, fingerprint: str, template: str, tokenizer: str
+    draft: Draft, target: Target, fingerprint: str, template: str, tokenizer: str, thinking: str
 ) -> Contract:
     """The contract of a head with its target, read off both."""
     rope = getattr(target.config, "rope_parameters", None) or getattr(
@@ -64,6 +65,7 @@ def contract(
         fingerprint,
         template,
         tokenizer,
+        thinking,
         draft.taps,
         "post" if draft.taps == ("final",) else "pre" if "final" not in draft.taps else "mixed",
         type(target.decoder.norm).__name__,
@@ -150,17 +152,22 @@ def weights_checksum(folder: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def check_contract(folder: Path, fingerprint: str, template_hash: str) -> None:
-    """Raises UserError where the head was trained on another target or template, with both values."""
+def check_contract(folder: Path, now: Contract) -> None:
+    """Raises UserError naming all in which the head's contract differs from what it meets, with both values.
+
+    A target may have moved: only its name may differ.
+    """
     promise = load_contract(folder)
-    for what, trained, now in (
-        ("target weights", promise.target_fingerprint, fingerprint),
-        ("chat template", promise.template_hash, template_hash),
-    ):
-        if trained != now:
-            raise UserError(
-                f"{folder} was trained with {what} {trained} and meets {now}; use its own target or train again"
-            )
+    faults = [
+        f"{name} is {shown(getattr(promise, name))} in its contract and {shown(getattr(now, name))} here"
+        for name in Contract.__dataclass_fields__
+        if name != "target_id" and getattr(promise, name) != getattr(now, name)
+    ]
+    if faults:
+        raise UserError(
+            f"{folder} was trained for something else: {'; '.join(faults)}; use it with its own target and "
+            "settings, or train again"
+        )
 
 
 def load_contract(folder: Path) -> Contract:

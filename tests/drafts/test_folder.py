@@ -20,7 +20,7 @@ from mtptrain.types import UserError
 @pytest.fixture
 def saved(tiny_target: Target, tmp_path: Path) -> Path:
     draft = MTPConfig(draft_vocab=(2, 3, 9, 500)).build(tiny_target)
-    save_draft(draft, tmp_path / "draft", contract(draft, tiny_target, "f00d", "t", "k"))
+    save_draft(draft, tmp_path / "draft", contract(draft, tiny_target, "f00d", "t", "k", "strip"))
     return tmp_path / "draft"
 
 
@@ -47,7 +47,7 @@ def test_the_contract_says_what_serving_must_keep(saved: Path, tiny_target: Targ
     assert promise.draft_vocab_size == 4 and set(promise.shared) == {"embedding", "lm_head"}
     assert promise.norm_eps == tiny_target.norm_eps
     draft = MTPConfig(taps=("layer.1", "final")).build(tiny_target)
-    assert contract(draft, tiny_target, "f", "t", "k").feature_norm == "mixed"
+    assert contract(draft, tiny_target, "f", "t", "k", "strip").feature_norm == "mixed"
 
 
 def test_the_contract_of_a_tiny_vocabulary() -> None:
@@ -60,7 +60,7 @@ def test_the_contract_of_a_tiny_vocabulary() -> None:
         num_attention_heads=2,
     )
     target = Target(LlamaForCausalLM(config))
-    assert contract(MTPConfig().build(target), target, "f", "t", "k").draft_vocab_size == 8
+    assert contract(MTPConfig().build(target), target, "f", "t", "k", "strip").draft_vocab_size == 8
 
 
 def test_a_folder_cut_short_is_not_a_draft(saved: Path, tiny_target: Target) -> None:

@@ -83,7 +83,7 @@ def sound(target: Target, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
     """The files of a sound draft folder."""
     folder = tmp_path_factory.mktemp("sound")
     draft = MTPConfig(draft_vocab=(2, 3, 9)).build(target)
-    save_draft(draft, folder, contract(draft, target, "f", "t", "k"))
+    save_draft(draft, folder, contract(draft, target, "f", "t", "k", "strip"))
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
