@@ -1,9 +1,9 @@
 """Answers in, features into the store; either on the way during prepare or by a pass of its own.
 
 The separate pass runs whole documents, packed, through the target once. Both ways check every shard: a row
-a token, finite values, and the target's own greedy choice recomputed from the stored `final` feature. A
-disagreement above rounding stops the run, because a head fitted to such rows would fail only in serving.
-It gives up storing logits: they are recomputed from `final` with the frozen head.
+a token, finite values, the target's own greedy choice recomputed from the stored `final` feature, and one
+document alone against its rows from the batch. A disagreement above rounding stops the run, because a head
+fitted to such rows would fail only in serving; a few samples that are not finite are left out by name. It gives up storing logits: they are recomputed from `final` with the frozen head.
 """
 
 from __future__ import annotations
@@ -27,6 +27,9 @@ from mtptrain.types import Completion, Sample, UserError
 log = logging.getLogger("mtptrain")
 MAX_DISAGREEMENT = 0.02  # of checked rows: rounding to bf16 flips near-ties, nothing more
 CHECKED_ROWS = 256  # per shard
+MAX_BROKEN = 0.01  # of a shard's samples: more than a few that are not finite are no accident
+MAX_DISTANCE = {torch.float32: 1e-3}  # of a document alone from its rows in a batch, relative
+COARSE_DISTANCE = 0.1  # in 16 bits
 
 
 @dataclass(frozen=True)
@@ -67,9 +70,15 @@ class ShardSink:
     """Takes a shard's samples and features, checks them and writes them."""
 
     def __init__(
-        self, writer: FeatureWriter, target: Target, taps: tuple[str, ...], greedy_answers: bool
+        self,
+        writer: FeatureWriter,
+        target: Target,
+        taps: tuple[str, ...],
+        greedy_answers: bool,
+        backend: AttentionBackend | None = None,
     ) -> None:
         self.writer, self.target, self.taps = writer, target, taps
+        self.backend = backend  # runs a document alone, to compare; None: nothing is compared
         self.greedy_answers = greedy_answers  # sampled or given answers need not follow the argmax
 
     def from_completions(
@@ -88,13 +97,44 @@ class ShardSink:
                 raise RuntimeError(
                     f"sample {sample.id}: {len(features)} feature rows for {len(sample.input_ids)} tokens"
                 )
+        rows = self._finite(index, rows)
         stored = [
             StoredSample(s.id, s.category, s.input_ids, s.loss_mask, features)
             for s, features in rows
         ]
         if self.greedy_answers:
             self._check_greedy(index, rows)
+        if self.backend is not None and rows:
+            self._check_alone(index, *rows[0], self.backend)
         self.writer.write_shard(index, stored)
+
+    def _finite(
+        self, index: int, rows: Sequence[tuple[Sample, Tensor]]
+    ) -> Sequence[tuple[Sample, Tensor]]:
+        """The samples that are finite; the others are named, and too many are an error."""
+        broken = [sample.id for sample, x in rows if not bool(torch.isfinite(x).all())]
+        if not broken:
+            return rows
+        named = f"{len(broken)} of {len(rows)} samples hold values that are not finite: {broken[:5]}"
+        if len(broken) > MAX_BROKEN * len(rows):
+            raise UserError(
+                f"shard {index}: {named}; run the target in a wider dtype (target.dtype=float32)"
+            )
+        log.warning("shard %d: %s; they are left out", index, named)
+        return [(sample, x) for sample, x in rows if sample.id not in broken]
+
+    def _check_alone(
+        self, index: int, sample: Sample, features: Tensor, backend: AttentionBackend
+    ) -> None:
+        """The rows of a document do not depend on its company."""
+        ((_, alone),) = capture_pass(self.target, backend, self.taps, [sample], len(features))
+        most = MAX_DISTANCE.get(self.target.head_weight.dtype, COARSE_DISTANCE)
+        distance = float((alone - features).norm() / alone.norm())
+        if not distance <= most:
+            raise RuntimeError(
+                f"shard {index}, sample {sample.id}: features taken in a batch are {distance:.2g} away from "
+                f"those of the document alone (at most {most:g}); the attention backend mixes documents"
+            )
 
     def _check_greedy(self, index: int, rows: Sequence[tuple[Sample, Tensor]]) -> None:
         """argmax(W g_t) against the token that the target wrote next, on a sample of answer rows."""

@@ -252,7 +252,7 @@ def _sink(session: Session) -> ShardSink:
     writer = FeatureWriter(session.store_folder, session.store_identity(), settings.dtype)
     settled: PrepareSettings = session.settings(PrepareSettings, "prepare")
     greedy = settled.temperature == 0 and settled.answers == "target"
-    return ShardSink(writer, session.target, session.taps, greedy)
+    return ShardSink(writer, session.target, session.taps, greedy, session.backend)
 
 
 def _store_fault(store: Path) -> str | None:

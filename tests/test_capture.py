@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hidden_state_cache import FeatureStore, FeatureWriter, StoreError
+from hidden_state_cache import FeatureStore, FeatureWriter
 from mtptrain.attention_backends.base import AttentionBackend
 from mtptrain.capture import CaptureSettings, ShardSink, capture_missing, capture_pass, identity
 from mtptrain.chat import Chat
@@ -129,9 +129,37 @@ def test_a_row_a_token_and_no_infinities(
         sink.write(0, [(sample, answers[0].features[:-1])])
     broken = answers[0].features.clone()
     broken[3, 5] = float("nan")
-    with pytest.raises(StoreError):
+    with pytest.raises(UserError, match="1 of 1 samples hold values that are not finite"):
         sink.write(0, [(sample, broken)])
     assert not sink.writer.completed()
+
+
+def test_one_broken_sample_of_many_is_left_out_by_name(
+    sink: ShardSink, answers: list[Completion], caplog: pytest.LogCaptureFixture
+) -> None:
+    """The shard keeps the others; the log names what it lacks."""
+    assert answers[0].features is not None
+    sample = Sample("fine", "", torch.arange(4), torch.ones(4).bool())
+    rows = [(replace(sample, id=f"fine{i}"), answers[0].features[:4]) for i in range(120)]
+    rows[7] = (replace(sample, id="odd"), torch.full_like(rows[7][1], float("inf")))
+    sink.greedy_answers = False
+    with caplog.at_level("WARNING", "mtptrain"):
+        sink.write(0, rows)
+    assert "['odd']" in caplog.text
+    assert sink.writer.finish().samples == 119
+
+
+def test_features_that_depend_on_their_company_stop_the_run(
+    sink: ShardSink, tiny_chat: Chat, backend: AttentionBackend, answers: list[Completion]
+) -> None:
+    """A document alone gives the rows that it gave in a batch; rows of another do not pass."""
+    sink.backend = backend
+    written = _written(answers[:2], tiny_chat)
+    sink.from_completions(0, answers[:2], written)
+    sample, features = written[0].sample(), answers[0].features
+    assert features is not None
+    with pytest.raises(RuntimeError, match="the attention backend mixes documents"):
+        sink.write(1, [(sample, features + 0.01 * features.roll(1, 0))])
 
 
 @pytest.mark.parametrize("max_tokens", [1, 40, 10_000])
