@@ -48,7 +48,14 @@ def main() -> None:
     ours, bare = rates["given answers, .jsonl"], rates["json.loads alone, .jsonl"]
     rows = [(name, f"{rate:8.1f} MB/s") for name, rate in rates.items()]
     bench.table(f"reading on one core, MB of unpacked text (at least {LEAST})", rows)
-    bench.finish("read", ours, bare, "MB/s", threads=1, more={"least": LEAST, "mean_row_bytes": files.row_bytes})
+    bench.finish(
+        "read",
+        ours,
+        bare,
+        "MB/s",
+        threads=1,
+        more={"least": LEAST, "mean_row_bytes": files.row_bytes},
+    )
 
 
 class Files:
