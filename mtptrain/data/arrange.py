@@ -56,17 +56,11 @@ def answered_turns(
 
 
 def _arranged(turns: list[Turn], settings: DataSettings, changes: set[str]) -> list[Turn]:
-    roles = {turn.role for turn in turns}
-    for turn in turns:
-        if turn.role == "user" and _is_blank(turn.content):
-            raise no_text()
-    if "system" in roles:
-        turns = _without_empty_system(turns, changes)
-    turns = _from_the_user(turns, changes)
-    if "user" not in roles or not turns:
+    if any(turn.role == "user" and _is_blank(turn.content) for turn in turns):
         raise no_text()
+    turns = _from_the_user(_without_empty_system(turns, changes), changes)
     turns = _taking_turns(turns, settings, changes)
-    if "system" in roles and settings.middle_system == "drop":
+    if settings.middle_system == "drop":
         if any(turn.role == "system" for turn in turns[1:]):
             raise DropRow(MIDDLE_SYSTEM)
     return turns
@@ -85,16 +79,14 @@ def _without_empty_system(turns: list[Turn], changes: set[str]) -> list[Turn]:
 
 def _from_the_user(turns: list[Turn], changes: set[str]) -> list[Turn]:
     """Without the answers that come before any question, which a split conversation begins with."""
-    start = 0
-    while start < len(turns) and turns[start].role == "system":
-        start += 1
-    stop = start
-    while stop < len(turns) and turns[stop].role in ("assistant", "tool"):
-        stop += 1
-    if stop == start:
+    first = next((i for i, turn in enumerate(turns) if turn.role == "user"), None)
+    if first is None:
+        raise no_text()
+    front = [turn for turn in turns[:first] if turn.role == "system"]
+    if len(front) == first:
         return turns
     changes.add(LEADING)
-    return turns[:start] + turns[stop:]
+    return front + turns[first:]
 
 
 def _taking_turns(turns: list[Turn], settings: DataSettings, changes: set[str]) -> list[Turn]:

@@ -47,7 +47,7 @@ class Counts:
 
     def json_text(self) -> str:
         """The content of data.json."""
-        return json.dumps(asdict(self), indent=2, ensure_ascii=False) + "\n"
+        return json.dumps(asdict(self), indent=2) + "\n"
 
     def table(self, title: str) -> str:
         """Plain text: one line for the whole, one for each reason."""

@@ -49,6 +49,7 @@ def answered(letters: str, settings: DataSettings = SETTINGS) -> tuple[str, set[
         ("s-ua", "u2", "u2 a3"),
         ("aua", "u1", "u1 a2"),
         ("satua", "s0 u3", "s0 u3 a4"),
+        ("asaua", "s1 u3", "s1 u3 a4"),
         ("uau", "u0 u2", "u0 a1"),
         ("ssua", "s0\ns1 u2", "s0\ns1 u2 a3"),
         ("uua", "u0\nu1", "u0\nu1 a2"),
