@@ -2,8 +2,8 @@
 
 The target does not run here; capture's pass of its own takes the features later. The unit of work is a
 shard of conversations as in prepare: its counts (`masks-<k>.json`) are written before its answers file, which
-may be empty, so a file that is there means that everything of its shard is. It gives up checking that the target would have written any of it; where that matters,
-let the target answer (`prepare.answers=target`).
+may be empty, so a file that is there means that everything of its shard is. It gives up checking that the
+target would have written any of it; where that matters, let the target answer (`prepare.answers=target`).
 """
 
 from __future__ import annotations
