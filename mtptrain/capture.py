@@ -195,7 +195,7 @@ def capture_missing(
     before = sum(n for k, n in enumerate(tokens) if k in done)
     with progress("capture", sum(tokens), unit="tokens", done=before) as bar:
         for k, shard in enumerate(shards):
-            if k in done:
+            if k in done or not shard:  # none of its rows could be learnt from
                 continue
             rows = []
             samples = [answer.sample() for answer in shard]

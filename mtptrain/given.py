@@ -1,9 +1,9 @@
 """Given answers in, masked samples out: prepare for data whose answers are to be learnt as they are.
 
 The target does not run here; capture's pass of its own takes the features later. The unit of work is a
-shard of conversations as in prepare, and its counts (`masks-<k>.json`) are written last: a shard that was cut
-short is done again. It gives up checking that the target would have written any of it; where that matters,
-let the target answer (`prepare.answers=target`).
+shard of conversations as in prepare: its counts (`masks-<k>.json`) are written before its answers file, which
+may be empty, so a file that is there means that everything of its shard is. It gives up checking that the
+target would have written any of it; where that matters, let the target answer (`prepare.answers=target`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mtptrain.chat import Chat
-from mtptrain.prepare import Answer, write_answers
+from mtptrain.prepare import Answer, answers_path, write_answers
 from mtptrain.progress import progress
 from mtptrain.run import atomic_write
 from mtptrain.types import Conversation, Sample, UserError
@@ -27,7 +27,7 @@ ROWS, SAMPLES, TOKENS, SUPERVISED = "rows read", "samples", "tokens", "tokens su
 def write_given(
     rows: Sequence[Conversation | Sample], folder: Path, shard_conversations: int, chat: Chat
 ) -> Counter[str]:
-    """Writes `answers-<k>.jsonl` for every shard that has samples; returns what was counted.
+    """Writes `answers-<k>.jsonl` for every shard that is not there yet; returns what was counted in all.
 
     Raises UserError, and names the reasons, where no token at all is supervised.
     """
@@ -47,15 +47,14 @@ def _shard(
     rows: Sequence[Conversation | Sample], folder: Path, index: int, chat: Chat
 ) -> Counter[str]:
     path = folder / f"masks-{index:05d}.json"
-    if path.exists():
+    if answers_path(folder, index).exists() and path.exists():
         return Counter(json.loads(path.read_text("utf-8")))
     counts = Counter({ROWS: len(rows)})
     samples = list(chat.samples(rows, counts))
     for sample in samples:
         count_sample(sample, counts)
-    if samples:
-        write_answers(folder, index, [given_answer(sample) for sample in samples])
     atomic_write(path, json.dumps(counts))
+    write_answers(folder, index, [given_answer(sample) for sample in samples])
     return counts
 
 

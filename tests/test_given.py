@@ -98,7 +98,8 @@ def test_a_shard_that_was_cut_short_is_written_again(tiny_chat: Chat, tmp_path: 
 def test_a_shard_without_samples_is_no_obstacle(tiny_chat: Chat, tmp_path: Path) -> None:
     """Rows without answers are counted; the rest is trained on."""
     counts = given.write_given([UNANSWERED, UNANSWERED, *ROWS], tmp_path, 2, tiny_chat)
-    assert [[a.id for a in shard] for shard in read_answers(tmp_path)][0] == ["c0", "c1"]
+    shards = [[a.id for a in shard] for shard in read_answers(tmp_path)]
+    assert shards == [[], ["c0", "c1"], ["c2", "c3"], ["c4"]]
     assert counts["rows left out: no answer"] == 2
     assert json.loads((tmp_path / "masks-00000.json").read_text()) == {
         given.ROWS: 2,
@@ -139,7 +140,10 @@ def words(tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 def test_capture_stores_given_answers_with_their_masks(words: list[str], tmp_path: Path) -> None:
     """The target writes nothing; features come by the separate pass, and answers that are not its greedy ones
     are no fault."""
-    assert main(["capture", *words, "prepare.answers=given"]) == 0
+    file = tmp_path / "chats.jsonl"
+    file.write_text('{"prompt": "Why?"}\n{"prompt": "When?"}\n' + file.read_text())
+    more = ["prepare.answers=given", "prepare.shard_conversations=2"]
+    assert main(["capture", *words, *more]) == 0
     [folder] = (tmp_path / "cache" / "stores").iterdir()
     store = FeatureStore.open(folder / "features")
     assert [sample.id for sample in store] == [row.id for row in ROWS]
