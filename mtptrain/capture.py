@@ -3,7 +3,8 @@
 The separate pass runs whole documents, packed, through the target once. Both ways check every shard: a row
 a token, finite values, the target's own greedy choice recomputed from the stored `final` feature, and one
 document alone against its rows from the batch. A disagreement above rounding stops the run, because a head
-fitted to such rows would fail only in serving; a few samples that are not finite are left out by name. It gives up storing logits: they are recomputed from `final` with the frozen head.
+fitted to such rows would fail only in serving; a few samples that are not finite are left out by name. It
+gives up storing logits: they are recomputed from `final` with the frozen head.
 """
 
 from __future__ import annotations
@@ -115,7 +116,9 @@ class ShardSink:
         broken = [sample.id for sample, x in rows if not bool(torch.isfinite(x).all())]
         if not broken:
             return rows
-        named = f"{len(broken)} of {len(rows)} samples hold values that are not finite: {broken[:5]}"
+        named = (
+            f"{len(broken)} of {len(rows)} samples hold values that are not finite: {broken[:5]}"
+        )
         if len(broken) > MAX_BROKEN * len(rows):
             raise UserError(
                 f"shard {index}: {named}; run the target in a wider dtype (target.dtype=float32)"

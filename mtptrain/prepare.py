@@ -159,7 +159,7 @@ def write_answers(folder: Path, shard: int, answers: Sequence[Answer]) -> None:
 
 
 def missing_answers(
-    conversations: Sequence[Conversation], folder: Path, settings: PrepareSettings
+    conversations: Sequence[Conversation | Sample], folder: Path, settings: PrepareSettings
 ) -> list[int]:
     """The shards that have no answers file."""
     shards = range(-(-len(conversations) // settings.shard_conversations))

@@ -121,8 +121,6 @@ def test_a_head_of_before_the_change_is_refused(what: str, stage: Stage, head: P
         check_contract(head, changed.contract())
 
 
-def test_a_target_that_has_only_moved_is_the_same(
-    stage: Stage, head: Path, tmp_path: Path
-) -> None:
+def test_a_target_that_has_only_moved_is_the_same(stage: Stage, head: Path, tmp_path: Path) -> None:
     moved = Stage(Path(shutil.copytree(stage.folder, tmp_path / "elsewhere")))
     check_contract(head, moved.contract())

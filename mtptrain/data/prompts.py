@@ -22,7 +22,7 @@ from mtptrain.datasets.hub import is_hub_name
 from mtptrain.run import atomic_write, data_file
 from mtptrain.types import Conversation, Sample, UserError
 
-Row = TypeVar("Row", bound=Conversation | Sample)
+Row = TypeVar("Row", bound=Conversation | Sample, covariant=True)
 
 
 class Read(Protocol[Row]):

@@ -23,8 +23,8 @@ from mtptrain.drafts.base import Draft, HeadConfig
 from mtptrain.losses.base import FeatureLoss, VocabLoss
 from mtptrain.targets.base import Target
 from mtptrain.train.callbacks import HeldOutCurve, ShowProgress, StopAtNonFinite, plot_curves
-from mtptrain.train.checks import check_teacher, footprints, unmoved
 from mtptrain.train.checkpoint import WholeCheckpoints, read_checkpoint
+from mtptrain.train.checks import check_teacher, footprints, unmoved
 from mtptrain.train.data import StoreData, TapColumns
 from mtptrain.train.metrics import MetricsCsv
 from mtptrain.train.module import DraftModule, TrainSettings
