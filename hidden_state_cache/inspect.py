@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor
-from torch.linalg import vector_norm
 
 from hidden_state_cache.decode import shown
 from hidden_state_cache.manifest import MANIFEST, Manifest, StoreError, StoreIdentity, TapSpec
@@ -96,5 +95,5 @@ def _shown_sample(sample: StoredSample, identity: StoreIdentity) -> list[str]:
 
 
 def _tap(tap: TapSpec, rows: Tensor) -> str:
-    size, largest = float(vector_norm(rows, dim=1).mean()), float(rows.abs().amax())
+    size, largest = float(rows.pow(2).sum(1).sqrt().mean()), float(rows.abs().amax())
     return f"  {shown(tap.name)}: mean norm of a row {size:.4g}, largest value {largest:.4g}"

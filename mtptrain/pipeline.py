@@ -65,7 +65,7 @@ def run(verb: str, config: DictConfig) -> None:
     assert verb in VERBS, verb
     stages = {"prepare": prepare, "capture": capture, "train": train, "validate": validate}
     with ExitStack() as locks:
-        session = Session(config, locks)
+        session = Session(config, locks, recording=verb != "inspect")
         if verb == "inspect":
             return inspect_data(session)
         session.hold(session.run_dir)
@@ -216,13 +216,12 @@ def validate(session: Session) -> None:
 
 
 def inspect_data(session: Session) -> None:
-    """Prints three samples with their loss mask, and counts; writes nothing but the counts of rows."""
+    """Prints three samples with their loss mask, and counts; writes nothing."""
     chat, stage = session.chat, session.answers_stage
     note, counts = "", Counter[str]()
     if session.answers_given:
-        samples = chat.samples(session.rows, counts)
+        samples = list(chat.samples(session.rows, counts))
         counts[ROWS] = len(session.rows)
-        samples = list(samples)
         require_supervised(counted(samples, Counter(counts)))
     elif stage.is_complete(session.answers_key):
         samples = [a.sample() for shard in read_answers(stage.path) for a in shard]

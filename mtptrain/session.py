@@ -46,6 +46,7 @@ class Session:
     config: DictConfig
     locks: ExitStack = field(default_factory=ExitStack)  # on the folders that this command writes
     held: set[Path] = field(default_factory=set)
+    recording: bool = True  # False: this command only looks, and writes nothing
     times: dict[str, float] = field(default_factory=dict)
 
     @property
@@ -108,18 +109,21 @@ class Session:
     @cached_property
     def prompts(self) -> list[Conversation]:
         """What the target answers for training."""
-        rows = training_prompts(self.data, self._held_out, self.run_dir / "data.json")
+        rows = training_prompts(self.data, self._held_out, self._record("data.json"))
         return self.chat.accepted(rows, "data.path")
 
     @cached_property
     def rows(self) -> list[Conversation | Sample]:
         """What is trained on where the data gives the answers."""
-        return training_answers(self.data, self._held_out, self.run_dir / "data.json")
+        return training_answers(self.data, self._held_out, self._record("data.json"))
 
     @cached_property
     def eval_prompts(self) -> list[Conversation]:
-        rows = evaluation_prompts(self.data, self.run_dir / "eval_data.json")
+        rows = evaluation_prompts(self.data, self._record("eval_data.json"))
         return self.chat.accepted(rows, "data.eval_path")
+
+    def _record(self, name: str) -> Path | None:
+        return self.run_dir / name if self.recording else None
 
     @property
     def answers_given(self) -> bool:

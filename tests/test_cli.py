@@ -64,7 +64,7 @@ def test_each_verb_reaches_the_pipeline_with_its_config(verb: str, pipeline: Fak
     assert main([verb, *(["data"] if verb == "inspect" else [])]) == 0
     [(called, config)] = pipeline.calls
     assert called == verb
-    assert (config.recipe, config.run_dir, config.batch_size) == ("smollm2", "runs/smollm2", 64)
+    assert (config.recipe, config.run_dir, config.batch_size) == ("smollm2", "runs/smollm2", 128)
     assert "hydra" not in config
 
 
@@ -177,7 +177,7 @@ MISTAKES = {
     "fit data.pth=x": "unknown key 'data.pth' in data.pth=x: did you mean data.path",
     "fit eval_path=x": "unknown key 'eval_path' in eval_path=x: did you mean data.eval_path?",
     "fit frobnicate=1": "unknown key 'frobnicate' in frobnicate=1; `mtptrain --help` lists the keys",
-    "fit batch_size=abc": "batch_size must be a whole number (its default is 64), not 'abc'",
+    "fit batch_size=abc": "batch_size must be a whole number (its default is 128), not 'abc'",
     "fit batch_size=1.5": "batch_size must be a whole number",
     "fit batch_size=true": "batch_size must be a whole number",
     "fit temperature=null": "temperature must be a number (its default is 0.0), not null",

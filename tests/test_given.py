@@ -176,11 +176,11 @@ def test_inspect_data_marks_what_is_supervised(
 def test_inspect_data_shows_prompts_while_nothing_is_answered(
     words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Rows that hold answers are shown with them, rows that hold none as prompts; the target's own answers are
-    still to come, which is said."""
+    """Answers that the rows hold are not those of training: prompts are shown, and that the target's own are
+    still to come."""
     assert main(["inspect", "data", *words]) == 0
     out = capsys.readouterr().out
-    assert "[It is 0." in out and "the target has not answered yet" in out
+    assert "It is 0." not in out and "the target has not answered yet" in out
     file = tmp_path / "prompts.jsonl"
     file.write_text('{"prompt": "Why?"}\n')
     assert main(["inspect", "data", *words, f"data.path={file}"]) == 0
@@ -207,7 +207,7 @@ def test_data_without_supervised_tokens_is_refused(
     file.write_text('{"prompt": "Why?"}\n')
     for verb in (["inspect", "data"], ["prepare"]):
         assert main([*verb, *words, f"data.path={file}", "prepare.answers=given"]) == 2
-        assert "not one supervised token in 1 rows" in capsys.readouterr().err
+        assert "all 1 rows were dropped" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

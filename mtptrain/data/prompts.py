@@ -44,21 +44,21 @@ NAMED = 3  # rows that a refusal names
 
 
 def training_prompts(
-    settings: DataSettings, held: Sequence[Conversation], record: Path
+    settings: DataSettings, held: Sequence[Conversation], record: Path | None
 ) -> list[Conversation]:
-    """`data.path` without what is `held` out; counts go to the log and to `record`. Raises UserError."""
+    """`data.path` without what is `held` out; counts go to the log and to `record`, if any. Raises UserError."""
     return _training(prompts_of, settings, held, record)
 
 
 def training_answers(
-    settings: DataSettings, held: Sequence[Conversation], record: Path
+    settings: DataSettings, held: Sequence[Conversation], record: Path | None
 ) -> list[Conversation | Sample]:
     """`training_prompts` of rows whose answers are given; a Sample where one is tokenised already."""
     return _training(answered_of, settings, held, record)
 
 
 def _training(
-    read: Read[Row], settings: DataSettings, held: Sequence[Conversation], record: Path
+    read: Read[Row], settings: DataSettings, held: Sequence[Conversation], record: Path | None
 ) -> list[Row]:
     source, out, counts = locate(settings.path, "data.path"), HeldOut(held), Counts()
     accept = _unshared(out) if settings.overlap == "drop" else None
@@ -76,7 +76,7 @@ def _training(
     return rows
 
 
-def evaluation_prompts(settings: DataSettings, record: Path) -> list[Conversation]:
+def evaluation_prompts(settings: DataSettings, record: Path | None) -> list[Conversation]:
     """`data.eval_path`, duplicates and all: a benchmark is measured as it stands. Raises UserError."""
     source, counts = locate(settings.eval_path, "data.eval_path"), Counts()
     settings = replace(settings, duplicates="keep")
@@ -147,8 +147,9 @@ def _refusal(shared: list[str], rows: int, settings: DataSettings) -> str:
     )
 
 
-def _record(source: Path | str, counts: Counts, record: Path) -> None:
-    atomic_write(record, counts.json_text())
+def _record(source: Path | str, counts: Counts, record: Path | None) -> None:
+    if record is not None:
+        atomic_write(record, counts.json_text())
     for line in counts.table(str(source)).split("\n"):
         log.info("%s", line)
     _refuse_none(source, counts)

@@ -39,8 +39,12 @@ RUN_KEYS = set(
     "sampling acceptance_length tokens_per_step acceptance_rate conditional_acceptance "
     "joint_acceptance accepted_histogram counts speed".split()
 )
-REPORT_KEYS = RUN_KEYS | set(
-    "schema target draft baselines simulated_acceptance_length lossless sampled provenance".split()
+REPORT_KEYS = (
+    {"warnings"}
+    | RUN_KEYS
+    | set(
+        "schema target draft baselines simulated_acceptance_length lossless sampled provenance".split()
+    )
 )
 NESTED_KEYS = {
     "sampling": "temperature num_draft_tokens tree seed batch_size",
