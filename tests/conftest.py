@@ -234,7 +234,6 @@ def _fit(
     """`epochs` passes over the documents, twelve a step, without Lightning's loop."""
     packs = [pack(documents[i : i + 12]) for i in range(0, len(documents), 12)] * settings.epochs
     module = DraftModule(draft, loss, settings, backend, AllTokens(draft, 512), len(packs))
-    module.log_dict = lambda *args, **kwargs: None  # pyright: ignore, there is no Trainer
     parts = module.configure_optimizers()
     for step, batch in enumerate(packs):
         module.training_step(batch, step).backward()

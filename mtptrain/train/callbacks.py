@@ -53,6 +53,33 @@ class ShowProgress(L.Callback):
         self.stack.close()
 
 
+def _write(trainer: L.Trainer, values: dict[str, float]) -> None:
+    """On disk at once: Lightning would write them behind the step's checkpoint, and a kill in between would
+    lose a row that no resumed run writes again."""
+    for logger in trainer.loggers:
+        logger.log_metrics(values, step=trainer.global_step - 1)
+        logger.save()
+
+
+class LogSteps(L.Callback):
+    """Writes the metrics of every `every`-th step."""
+
+    def __init__(self, every: int) -> None:
+        self.every = every
+
+    def on_train_batch_end(
+        self,
+        trainer: L.Trainer,
+        pl_module: L.LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+    ) -> None:
+        assert isinstance(pl_module, DraftModule)
+        if trainer.global_step % self.every == 0:
+            _write(trainer, {name: float(value) for name, value in pl_module.metrics.items()})
+
+
 class StopAtNonFinite(L.Callback):
     """A loss that is not finite ends the run at once: what follows would be noise."""
 
@@ -101,8 +128,7 @@ class HeldOutCurve(L.Callback):
                 "held_out/simulated_acceptance_length": self._acceptance_length(pl_module),
                 "train/supervised_rows": float(pl_module.supervised_rows),
             }
-            for logger in trainer.loggers:  # `self.log` would keep every tenth step's only
-                logger.log_metrics(point, step=trainer.global_step - 1)
+            _write(trainer, point)
 
     def _acceptance_length(self, module: DraftModule) -> float:
         accepted = passes = 0

@@ -22,7 +22,13 @@ from mtptrain.datasets.base import evenly
 from mtptrain.drafts.base import Draft, HeadConfig
 from mtptrain.losses.base import FeatureLoss, VocabLoss
 from mtptrain.targets.base import Target
-from mtptrain.train.callbacks import HeldOutCurve, ShowProgress, StopAtNonFinite, plot_curves
+from mtptrain.train.callbacks import (
+    HeldOutCurve,
+    LogSteps,
+    ShowProgress,
+    StopAtNonFinite,
+    plot_curves,
+)
 from mtptrain.train.checkpoint import WholeCheckpoints, read_checkpoint
 from mtptrain.train.checks import check_teacher, footprints, unmoved
 from mtptrain.train.data import StoreData, TapColumns
@@ -37,6 +43,7 @@ from mtptrain.train.vocabulary import (
 )
 
 CALIBRATION_SAMPLES = 32
+LOG_EVERY = 10  # steps
 
 
 @dataclass(frozen=True)
@@ -135,10 +142,10 @@ def _trainer(
         devices=1,
         max_epochs=1,
         gradient_clip_val=settings.clip or None,
-        callbacks=[*extra, StopAtNonFinite(), ShowProgress(), save],
+        callbacks=[LogSteps(LOG_EVERY), *extra, StopAtNonFinite(), ShowProgress(), save],
         plugins=[WholeCheckpoints()],
         logger=_loggers(settings, folder, start),
-        log_every_n_steps=10,
+        log_every_n_steps=LOG_EVERY,
         enable_progress_bar=False,
         enable_model_summary=False,
         num_sanity_val_steps=0,

@@ -77,6 +77,7 @@ class DraftModule(L.LightningModule):
         self.draft, self.loss, self.settings, self.backend = draft, loss, settings, backend
         self.total_steps = total_steps
         self.supervised_rows = 0
+        self.metrics: dict[str, Tensor] = {}  # of the newest step; `callbacks.LogSteps` writes them
         self.scoring = scoring
 
     def training_step(self, batch: DraftBatch, batch_idx: int) -> Tensor:
@@ -89,7 +90,7 @@ class DraftModule(L.LightningModule):
         weights = weights / weights.sum()
         loss = (weights * sums.loss / sums.count.clamp(min=1)).sum()
         self.supervised_rows += int(sums.count[0])
-        self._log(loss, sums)
+        self.metrics = self._metrics(loss, sums)
         return loss
 
     def _sums(
@@ -109,14 +110,13 @@ class DraftModule(L.LightningModule):
             step_rows=[len(s.states) for s in steps],
         )
 
-    def _log(self, loss: Tensor, sums: LossSums) -> None:
+    def _metrics(self, loss: Tensor, sums: LossSums) -> dict[str, Tensor]:
         count = sums.count.clamp(min=1)
-        values: dict[str, Any] = {"loss": loss, "supervised_rows": float(self.supervised_rows)}
-        for j, (a, g) in enumerate(
-            zip(sums.acceptance / count, sums.agreement / count, strict=True)
-        ):
-            values |= {f"acceptance_{j}": a, f"agreement_{j}": g}
-        self.log_dict({f"train/{k}": v for k, v in values.items()}, batch_size=1)
+        values = {"loss": loss.detach(), "supervised_rows": torch.tensor(self.supervised_rows)}
+        means = zip(sums.acceptance / count, sums.agreement / count, strict=True)
+        for j, (acceptance, agreement) in enumerate(means):
+            values |= {f"acceptance_{j}": acceptance, f"agreement_{j}": agreement}
+        return {f"train/{name}": value for name, value in values.items()}
 
     def configure_optimizers(self) -> Any:
         s = self.settings

@@ -17,12 +17,14 @@ from mtptrain.attention_backends.base import AttentionBackend
 from mtptrain.drafts.mtp import MTPConfig
 from mtptrain.losses.kl import KL
 from mtptrain.targets.base import Target
-from mtptrain.train.fit import TrainResult, fit_draft
+from mtptrain.train.checkpoint import WholeCheckpoints
+from mtptrain.train.fit import LOG_EVERY, TrainResult, fit_draft
 from mtptrain.train.module import DraftModule, TrainSettings
 from mtptrain.types import Completion, DraftBatch
 from mtptrain.validate.acceptance import measure_acceptance
 from mtptrain.validate.simulated import simulate
 
+CURVE = "held_out/simulated_acceptance_length"
 CONFIG = MTPConfig(taps=("layer.1", "final"), draft_vocab_size=200)
 
 
@@ -53,6 +55,30 @@ def _weights(result: TrainResult) -> dict[str, Tensor]:
 def _same(a: TrainResult, b: TrainResult) -> bool:
     pairs = zip(_weights(a).items(), _weights(b).items(), strict=True)
     return all(n == m and torch.equal(x, y) for (n, x), (m, y) in pairs)
+
+
+def test_metrics_are_on_disk_before_the_checkpoint_of_their_step(
+    fit: Callable[..., TrainResult], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A kill behind a checkpoint loses no row that an uninterrupted run has."""
+    honest, seen = WholeCheckpoints.save_checkpoint, list[list[str]]()  # what is missing
+
+    def watched(
+        self: WholeCheckpoints,
+        checkpoint: dict[str, Any],
+        path: Path,
+        storage_options: object = None,
+    ) -> None:
+        with (tmp_path / "metrics.csv").open(newline="") as file:
+            rows = {int(row["step"]): row for row in csv.DictReader(file)}
+        step = int(checkpoint["global_step"])
+        expected = ["train/loss", CURVE] if step % LOG_EVERY == 0 else [CURVE]
+        seen.append([key for key in expected if not rows[step - 1].get(key)])
+        honest(self, checkpoint, path)
+
+    monkeypatch.setattr(WholeCheckpoints, "save_checkpoint", watched)
+    fit(tmp_path, held_out=4, curve_points=10**6, checkpoint_every=10)  # a point after every step
+    assert seen and not any(seen)
 
 
 class Killed(Exception):
