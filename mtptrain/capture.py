@@ -29,8 +29,8 @@ log = logging.getLogger("mtptrain")
 MAX_DISAGREEMENT = 0.02  # of checked rows: rounding to bf16 flips near-ties, nothing more
 CHECKED_ROWS = 256  # per shard
 MAX_BROKEN = 0.01  # of a shard's samples: more than a few that are not finite are no accident
-MAX_DISTANCE = {torch.float32: 1e-3}  # of a document alone from its rows in a batch, relative
-COARSE_DISTANCE = 0.1  # in 16 bits
+MAX_DISTANCE = 1e-3  # of a document alone from its rows in a batch, relative
+MAX_DISTANCE_16_BITS = 0.1
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,8 @@ class ShardSink:
     ) -> None:
         """The rows of a document do not depend on its company."""
         ((_, alone),) = capture_pass(self.target, backend, self.taps, [sample], len(features))
-        most = MAX_DISTANCE.get(self.target.head_weight.dtype, COARSE_DISTANCE)
+        wide = self.target.head_weight.dtype == torch.float32
+        most = MAX_DISTANCE if wide else MAX_DISTANCE_16_BITS
         distance = float((alone - features).norm() / alone.norm())
         if not distance <= most:
             raise RuntimeError(

@@ -17,7 +17,7 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cached_property
 from itertools import product
 from typing import Any, Literal, cast
 
@@ -83,7 +83,7 @@ class Template:
     def render(self, messages: list[Message], tools: Tools, generation_prompt: bool) -> str:
         """The text, ending where an answer begins if asked so. Raises Refused."""
         with _refusals():
-            return self._compiled(bool(tools)).render(
+            return self._compiled[bool(tools)].render(
                 messages=messages,
                 tools=tools,
                 documents=None,
@@ -108,9 +108,11 @@ class Template:
     def _source(self, with_tools: bool) -> str:
         return self.tokenizer.get_chat_template(None, [TOOL] if with_tools else None)
 
-    @cache  # noqa: B019, a chat lives as long as its run
-    def _compiled(self, with_tools: bool) -> jinja2.Template:
-        return cast(jinja2.Template, _compile_jinja_template(self._source(with_tools)))
+    @cached_property
+    def _compiled(self) -> tuple[jinja2.Template, ...]:
+        """Without tools and with: some tokenizers have a template for each."""
+        sources = (self._source(with_tools) for with_tools in (False, True))
+        return tuple(cast(jinja2.Template, _compile_jinja_template(s)) for s in sources)
 
     def _message(self, turn: Turn) -> Message:
         message: Message = {"role": turn.role, "content": turn.content}

@@ -19,7 +19,7 @@ from hidden_state_cache.codec import decode, encode
 from mtptrain.datasets.base import evenly
 from mtptrain.drafts.base import Draft
 from mtptrain.drafts.folder import load_draft
-from mtptrain.pipeline import Session
+from mtptrain.session import Session
 from mtptrain.train.data import TapColumns
 from mtptrain.types import Completion, Request
 from mtptrain.validate.acceptance import measure_acceptance

@@ -55,7 +55,7 @@ def prompts_of(
     rows: Iterable[RawRow], settings: DataSettings, counts: Counts, accept: Accept | None = None
 ) -> Iterator[tuple[RawRow, Conversation]]:
     """`read_conversations` of rows, each with its raw row; `accept` may refuse one more."""
-    unique = _Unique(settings, counts)
+    unique = _Unique(settings, counts, accept)
 
     def read(item: Item, changes: set[str]) -> Conversation:
         if is_tokenised(item) and not has_text(item):
@@ -63,10 +63,7 @@ def prompts_of(
                 "is tokenised already, so that the target cannot answer it", "give its text"
             )
         turns = prompt_turns(chat_turns(item, settings, changes), settings, changes)
-        row = unique.conversation(item, turns)
-        if accept is not None:
-            accept(row)
-        return row
+        return unique.conversation(item, turns)
 
     return _accounted(rows, read, settings, counts)
 
@@ -75,16 +72,13 @@ def answered_of(
     rows: Iterable[RawRow], settings: DataSettings, counts: Counts, accept: Accept | None = None
 ) -> Iterator[tuple[RawRow, Conversation | Sample]]:
     """`read_answered` of rows, each with its raw row."""
-    unique = _Unique(settings, counts)
+    unique = _Unique(settings, counts, accept)
 
     def read(item: Item, changes: set[str]) -> Conversation | Sample:
         if is_tokenised(item):
             return unique.sample(item)
         turns = answered_turns(chat_turns(item, settings, changes), settings, changes)
-        row = unique.conversation(item, turns)
-        if accept is not None:
-            accept(row)
-        return row
+        return unique.conversation(item, turns)
 
     return _accounted(rows, read, settings, counts)
 
@@ -123,15 +117,18 @@ def _item(value: object) -> Item:
 class _Unique:
     """Gives every row its id, and refuses one whose prompt or id has been there."""
 
-    def __init__(self, settings: DataSettings, counts: Counts) -> None:
-        self._settings, self._counts = settings, counts
+    def __init__(self, settings: DataSettings, counts: Counts, accept: Accept | None) -> None:
+        self._settings, self._counts, self._accept = settings, counts, accept
         self._prompts, self._ids = HashSet(), HashSet()
 
     def conversation(self, item: Item, turns: tuple[Turn, ...]) -> Conversation:
         tools = tools_text(item)
         asked = [normalise(t.content) for t in turns if t.role in ("system", "user")]
         name = self._name(item, hash64([*asked, tools or ""]))
-        return Conversation(name, _category(item), turns, tools)
+        row = Conversation(name, _category(item), turns, tools)
+        if self._accept is not None:
+            self._accept(row)
+        return row
 
     def sample(self, item: Item) -> Sample:
         sample = tokenised_sample(item, "", _category(item))

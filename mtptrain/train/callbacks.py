@@ -54,11 +54,10 @@ class ShowProgress(L.Callback):
 
 
 def _write(trainer: L.Trainer, values: dict[str, float]) -> None:
-    """On disk at once: Lightning would write them behind the step's checkpoint, and a kill in between would
+    """Not through `self.log`: Lightning would write behind the step's checkpoint, and a kill in between would
     lose a row that no resumed run writes again."""
     for logger in trainer.loggers:
         logger.log_metrics(values, step=trainer.global_step - 1)
-        logger.save()
 
 
 class LogSteps(L.Callback):

@@ -17,8 +17,6 @@ from lightning.pytorch.loggers import Logger
 
 from mtptrain.run import atomic_write
 
-FLUSH_ROWS = 20
-
 
 class MetricsCsv(Logger):
     """Appends one row a logged step to `path`, from step `start` on."""
@@ -27,7 +25,6 @@ class MetricsCsv(Logger):
         super().__init__()
         self.path = path
         self.rows = [row for row in _read(path) if int(row["step"]) < start]
-        self.unsaved = 0
 
     @property
     def name(self) -> str:
@@ -48,9 +45,7 @@ class MetricsCsv(Logger):
             self.rows[-1] |= values
         else:
             self.rows.append({"step": str(step), **values})
-        self.unsaved += 1
-        if self.unsaved >= FLUSH_ROWS:
-            self.save()
+        self.save()  # at once: a checkpoint may follow that says this step is done
 
     def save(self) -> None:
         columns = list(dict.fromkeys(key for row in self.rows for key in row))
@@ -59,7 +54,6 @@ class MetricsCsv(Logger):
         writer.writeheader()
         writer.writerows(self.rows)
         atomic_write(self.path, text.getvalue())
-        self.unsaved = 0
 
     def finalize(self, status: str) -> None:
         self.save()
