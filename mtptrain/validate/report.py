@@ -11,11 +11,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, fields, is_dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from types import UnionType
-from typing import Any, get_args, get_origin, get_type_hints
 
+from hidden_state_cache.decode import decode
 from mtptrain.run import Provenance, atomic_write
 from mtptrain.types import UserError
 from mtptrain.validate.acceptance import Acceptance, AcceptanceLength, Interval
@@ -170,36 +169,10 @@ def load_report(path: Path) -> Report:
     schema = data.get("schema") if isinstance(data, dict) else None
     if schema != SCHEMA:
         raise UserError(f"{path}: schema {schema!r}, but this version reads {SCHEMA}; {_AGAIN}")
-    return _decode(Report, data, str(path))
-
-
-def _decode(kind: Any, value: Any, where: str) -> Any:
-    """JSON `value` as the annotated `kind`: a dataclass, tuple, dict, optional or plain type."""
-    origin, inner = get_origin(kind), get_args(kind)
-    if origin is UnionType:  # T | None
-        return None if value is None else _decode(inner[0], value, where)
-    if isinstance(kind, type) and is_dataclass(kind):
-        hints = get_type_hints(kind)
-        items = _expect(dict, value, where)
-        later = {"warnings": []} if kind is Report else {}  # a key that older reports lack
-        items = later | items
-        if wrong := sorted(hints.keys() ^ items.keys()):
-            raise UserError(f"{where}: missing or unknown keys {', '.join(wrong)}; {_AGAIN}")
-        return kind(**{key: _decode(hints[key], items[key], f"{where}: {key}") for key in hints})
-    if origin is dict:
-        items = _expect(dict, value, where)
-        return {key: _decode(inner[1], item, f"{where}: {key}") for key, item in items.items()}
-    if origin is tuple:
-        return tuple(_decode(inner[0], item, where) for item in _expect(list, value, where))
-    return (
-        float(_expect((float, int), value, where)) if kind is float else _expect(kind, value, where)
-    )
-
-
-def _expect(kind: Any, value: Any, where: str) -> Any:
-    if isinstance(value, bool) or not isinstance(value, kind):  # bool is an int to isinstance
-        raise UserError(f"{where}: cannot be {json.dumps(value)[:40]}; {_AGAIN}")
-    return value
+    try:
+        return decode(Report, {"warnings": []} | data)  # older reports lack that key
+    except ValueError as fault:
+        raise UserError(f"{path}: {fault}; {_AGAIN}") from fault
 
 
 def summary_line(report: Report) -> str:
