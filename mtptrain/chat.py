@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
@@ -22,8 +22,10 @@ from mtptrain.loss_mask import render, tokenise
 from mtptrain.template import Refused, Template, Thinking
 from mtptrain.types import Conversation, Sample, Turn, UserError
 
-log = logging.getLogger("mtptrain")
 CHUNK = 256  # conversations tokenised in one call
+TOO_LONG = "longer, with its answers, than data.max_tokens or than the target has positions"
+CUT = "samples cut at data.max_tokens, or at the target's positions"
+CUT_AWAY = "samples left out: no supervised token before they are cut at data.max_tokens"
 
 
 class Chat:
@@ -57,60 +59,60 @@ class Chat:
     def prompt_ids(self, turns: Sequence[Turn], tools: str | None = None) -> tuple[int, ...]:
         """Token ids of the conversation, ending where the assistant's next answer begins.
 
-        Raises UserError where the template refuses; `accepted` tells beforehand.
+        Raises UserError where the template refuses; `refusal` tells beforehand.
         """
         try:
-            text = self.template.render(
-                self.template.messages(turns), self.template.tools(tools), True
-            )
+            return tuple(self._rendered_ids(turns, tools))
         except Refused as refusal:
             raise UserError(f"a prompt cannot be rendered: {refusal}; leave its row out") from None
-        return tuple(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
-    def accepted(self, rows: Sequence[Conversation], name: str) -> list[Conversation]:
-        """The rows whose prompts the template renders; the others are logged, by reason.
+    def _rendered_ids(self, turns: Sequence[Turn], tools: str | None) -> list[int]:
+        messages = self.template.messages(turns)
+        text = self.template.render(messages, self.template.tools(tools), True)
+        return self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
 
-        Raises UserError where none is left.
-        """
-        refused = Counter[str]()
-        kept = [
-            row for row in rows if not (reason := self._refusal(row)) or refused.update([reason])
-        ]
-        for reason, count in refused.items():
-            log.warning("%s: %d of %d rows left out: %s", name, count, len(rows), reason)
-        if rows and not kept:
-            raise UserError(
-                f"{name}: no row can be rendered ({next(iter(refused))}); give other rows"
-            )
-        return kept
-
-    def _refusal(self, row: Conversation) -> str | None:
-        """Why the last prompt cannot be rendered, with a word for each answer before it."""
+    def refusal(
+        self, row: Conversation, max_new_tokens: int = 0, max_tokens: int | None = None
+    ) -> str | None:
+        """Why the row cannot be answered, if so: the template refuses its last prompt, or that prompt with
+        all its answers at `max_new_tokens` each is longer than `max_tokens`."""
         turns: list[Turn] = []
+        questions = 0
         for turn in row.turns:
-            if turn.role == "user" and any(t.role == "user" for t in turns):
-                turns.append(Turn("assistant", "."))
+            if turn.role == "user" and questions:
+                turns.append(Turn("assistant", "."))  # a word for each answer before it
+            questions += turn.role == "user"
             turns.append(turn)
         try:
-            self.template.render(
-                self.template.messages(turns), self.template.tools(row.tools), True
-            )
+            tokens = len(self._rendered_ids(turns, row.tools))
         except Refused as refusal:
             return str(refusal)
-        return None
+        whole = tokens + questions * max_new_tokens
+        return TOO_LONG if max_tokens is not None and whole > max_tokens else None
 
     def sample(self, row: Conversation, counts: Counter[str] | None = None) -> list[Sample]:
         """The conversation with its given answers as one sample, or as more (see `samples`)."""
         return list(self.samples([row], Counter() if counts is None else counts))
 
     def samples(
-        self, rows: Iterable[Conversation | Sample], counts: Counter[str]
+        self,
+        rows: Iterable[Conversation | Sample],
+        counts: Counter[str],
+        max_tokens: int | None = None,
     ) -> Iterator[Sample]:
         """Conversations with their given answers, tokenised, the answers' tokens marked; samples as they are.
 
-        An answer that later turns render otherwise is a sample of its own. `counts` is told, by
-        reason, what was left out and what was made otherwise.
+        An answer that later turns render otherwise is a sample of its own; one of more than
+        `max_tokens` is cut at its end. `counts` is told, by reason, what was left out and what was
+        made otherwise.
         """
+        for sample in self._whole_samples(rows, counts):
+            if (kept := _cut(sample, max_tokens, counts)) is not None:
+                yield kept
+
+    def _whole_samples(
+        self, rows: Iterable[Conversation | Sample], counts: Counter[str]
+    ) -> Iterator[Sample]:
         rest = iter(rows)
         while chunk := list(islice(rest, CHUNK)):
             yield from (row for row in chunk if isinstance(row, Sample))
@@ -129,6 +131,15 @@ class Chat:
     @property
     def tokenizer_hash(self) -> str:
         return _hash(self.tokenizer.get_vocab())
+
+
+def _cut(sample: Sample, max_tokens: int | None, counts: Counter[str]) -> Sample | None:
+    """The sample's first tokens; None where nothing supervised is among them."""
+    if max_tokens is None or len(sample.input_ids) <= max_tokens:
+        return sample
+    ids, mask = sample.input_ids[:max_tokens], sample.loss_mask[:max_tokens]
+    counts[CUT if mask.any() else CUT_AWAY] += 1
+    return replace(sample, input_ids=ids, loss_mask=mask) if mask.any() else None
 
 
 def _eos_ids(folder: Path, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:

@@ -25,7 +25,11 @@ ROWS, SAMPLES, TOKENS, SUPERVISED = "rows read", "samples", "tokens", "tokens su
 
 
 def write_given(
-    rows: Sequence[Conversation | Sample], folder: Path, shard_conversations: int, chat: Chat
+    rows: Sequence[Conversation | Sample],
+    folder: Path,
+    shard_conversations: int,
+    chat: Chat,
+    max_tokens: int | None = None,
 ) -> Counter[str]:
     """Writes `answers-<k>.jsonl` for every shard that is not there yet; returns what was counted in all.
 
@@ -35,7 +39,7 @@ def write_given(
     with progress("prepare", len(rows), unit="rows") as bar:
         for start in range(0, len(rows), shard_conversations):
             shard = rows[start : start + shard_conversations]
-            total += _shard(shard, folder, start // shard_conversations, chat)
+            total += _shard(shard, folder, start // shard_conversations, chat, max_tokens)
             bar.advance(len(shard))
     require_supervised(total)
     for line in lines(total):
@@ -44,13 +48,17 @@ def write_given(
 
 
 def _shard(
-    rows: Sequence[Conversation | Sample], folder: Path, index: int, chat: Chat
+    rows: Sequence[Conversation | Sample],
+    folder: Path,
+    index: int,
+    chat: Chat,
+    max_tokens: int | None,
 ) -> Counter[str]:
     path = folder / f"masks-{index:05d}.json"
     if answers_path(folder, index).exists() and path.exists():
         return Counter(json.loads(path.read_text("utf-8")))
     counts = Counter({ROWS: len(rows)})
-    samples = list(chat.samples(rows, counts))
+    samples = list(chat.samples(rows, counts, max_tokens))
     for sample in samples:
         count_sample(sample, counts)
     atomic_write(path, json.dumps(counts))

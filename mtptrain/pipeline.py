@@ -89,7 +89,8 @@ def prepare(session: Session) -> None:
     session.hold(stage.path)
     stage.begin(session.answers_key)
     if session.answers_given:
-        write_given(session.rows, stage.path, settings.shard_conversations, session.chat)
+        size = settings.shard_conversations
+        write_given(session.rows, stage.path, size, session.chat, session.max_tokens)
     else:
         _ask_target(session, settings)
     seal_answers(stage.path)
@@ -220,7 +221,7 @@ def inspect_data(session: Session) -> None:
     chat, stage = session.chat, session.answers_stage
     note, counts = "", Counter[str]()
     if session.answers_given:
-        samples = list(chat.samples(session.rows, counts))
+        samples = list(chat.samples(session.rows, counts, session.max_tokens))
         counts[ROWS] = len(session.rows)
         require_supervised(counted(samples, Counter(counts)))
     elif stage.is_complete(session.answers_key):

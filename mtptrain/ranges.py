@@ -20,6 +20,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "data.max_turns": (1, MOST),
     "data.limit": (0, MOST),
     "data.eval_limit": (0, MOST),
+    "data.max_tokens": (1, MOST),
     "draft.draft_vocab_size": (0, MOST),
     "prepare.max_new_tokens": (1, MOST),
     "prepare.temperature": (0, 1000),

@@ -23,7 +23,8 @@ from mtptrain.attention_backends.base import AttentionBackend
 from mtptrain.capture import CaptureSettings, identity
 from mtptrain.chat import Chat
 from mtptrain.data.prompts import evaluation_prompts, training_answers, training_prompts
-from mtptrain.datasets.base import DataSettings
+from mtptrain.data.reader import Accept
+from mtptrain.datasets.base import DataSettings, DropRow
 from mtptrain.drafts.base import Draft, HeadConfig
 from mtptrain.given import given_answer
 from mtptrain.lock import only_writer
@@ -31,7 +32,7 @@ from mtptrain.prepare import PrepareSettings
 from mtptrain.run import StageFolder, cache_dir, fingerprint
 from mtptrain.runtime.engine import Engine
 from mtptrain.runtime.scheduler import EngineLimits
-from mtptrain.targets.base import Target, layer_count, place_taps
+from mtptrain.targets.base import Target, layer_count, max_positions, place_taps
 from mtptrain.targets.fingerprint import target_fingerprint
 from mtptrain.targets.gguf import resolve
 from mtptrain.template import thinking_mode
@@ -109,8 +110,9 @@ class Session:
     @cached_property
     def prompts(self) -> list[Conversation]:
         """What the target answers for training."""
-        rows = training_prompts(self.data, self._held_out, self._record("data.json"))
-        return self.chat.accepted(rows, "data.path")
+        answer = int(self.config.prepare.max_new_tokens)
+        accept = self._answerable(answer, self.max_tokens)
+        return training_prompts(self.data, self._held_out, self._record("data.json"), accept)
 
     @cached_property
     def rows(self) -> list[Conversation | Sample]:
@@ -119,8 +121,22 @@ class Session:
 
     @cached_property
     def eval_prompts(self) -> list[Conversation]:
-        rows = evaluation_prompts(self.data, self._record("eval_data.json"))
-        return self.chat.accepted(rows, "data.eval_path")
+        answer = int(self.config.validate.max_new_tokens)
+        accept = self._answerable(answer, max_positions(self.folder))
+        return evaluation_prompts(self.data, self._record("eval_data.json"), accept)
+
+    @cached_property
+    def max_tokens(self) -> int | None:
+        """Of a sample that is trained on: what `data.max_tokens` says, and no more than the target's positions."""
+        limits = (self.data.max_tokens, max_positions(self.folder))
+        return min((limit for limit in limits if limit is not None), default=None)
+
+    def _answerable(self, max_new_tokens: int, max_tokens: int | None) -> Accept:
+        def accept(row: Conversation) -> None:
+            if (reason := self.chat.refusal(row, max_new_tokens, max_tokens)) is not None:
+                raise DropRow(reason)
+
+        return accept
 
     def _record(self, name: str) -> Path | None:
         return self.run_dir / name if self.recording else None
@@ -163,7 +179,8 @@ class Session:
         rows = self.rows if self.answers_given else self.prompts
         known = [given_answer(row) if isinstance(row, Sample) else row for row in rows]
         parts = (self.target_fingerprint, known, self.settings(PrepareSettings, "prepare"))
-        how = (self.chat.thinking, self.seed, str(self.config.target.dtype))
+        longest = self.max_tokens if self.answers_given else None  # prompts are themselves known
+        how = (self.chat.thinking, self.seed, str(self.config.target.dtype), longest)
         return fingerprint("answers", __version__, *parts, *how)
 
     @cached_property

@@ -5,11 +5,13 @@ from __future__ import annotations
 import copy
 import json
 import shutil
+from collections import Counter
 from pathlib import Path
 
 import pytest
+import torch
 
-from mtptrain.chat import Chat
+from mtptrain.chat import CUT, CUT_AWAY, TOO_LONG, Chat
 from mtptrain.template import Thinking, thinking_mode
 from mtptrain.types import Conversation, Turn, UserError
 
@@ -77,10 +79,8 @@ def test_folders_without_tokenizer_or_template_are_refused(
         Chat.load(folder)
 
 
-def test_prompts_that_the_template_refuses_are_left_out_and_named(
-    tiny_chat: Chat, caplog: pytest.LogCaptureFixture
-) -> None:
-    """A row that cannot be rendered costs itself, with a line that says why; none left is the user's error."""
+def test_a_prompt_that_the_template_refuses_is_told_beforehand(tiny_chat: Chat) -> None:
+    """A row that cannot be rendered costs itself, with a reason; rendered all the same, it is an error."""
     source = (
         "{% if messages[0].role == 'system' %}{{ raise_exception('no system turn') }}{% endif %}"
     )
@@ -89,14 +89,41 @@ def test_prompts_that_the_template_refuses_are_left_out_and_named(
     chat = Chat(tokenizer, tiny_chat.eos_ids)
     good = Conversation("a", "qa", (Turn("user", "Hi"), Turn("user", "So?")))
     bad = Conversation("b", "qa", (Turn("system", "Be brief."), Turn("user", "Hi")))
-    assert chat.accepted([bad, good, bad], "data.path") == [good]
-    assert "data.path: 2 of 3 rows left out: the template refuses: no system turn" in caplog.text
-    with pytest.raises(UserError, match=r"data.path: no row can be rendered \(.*no system turn"):
-        chat.accepted([bad], "data.path")
+    assert chat.refusal(good) is None
+    assert chat.refusal(bad) == "the template refuses: no system turn"
     with pytest.raises(
         UserError, match="a prompt cannot be rendered: .*no system turn; leave its row out"
     ):
         chat.prompt_ids(bad.turns)
+
+
+def test_a_prompt_is_too_long_with_all_its_answers(tiny_chat: Chat) -> None:
+    """Each question's answer counts at full length; a length that just suffices is accepted."""
+    one = Conversation("a", "qa", (Turn("user", "Hi"),))
+    two = Conversation("b", "qa", (Turn("user", "Hi"), Turn("user", "So?")))
+    long = len(tiny_chat.prompt_ids(one.turns))
+    assert tiny_chat.refusal(one, 10, long + 10) is None
+    assert tiny_chat.refusal(one, 10, long + 9) == TOO_LONG
+    whole = len(tiny_chat.prompt_ids((two.turns[0], Turn("assistant", "."), two.turns[1])))
+    assert tiny_chat.refusal(two, 10, whole + 20) is None
+    assert tiny_chat.refusal(two, 10, whole + 19) == TOO_LONG
+
+
+def test_a_long_sample_is_cut_at_its_end(tiny_chat: Chat) -> None:
+    """Its first tokens stay; without a supervised one among them it is left out; both are counted."""
+    row = Conversation("a", "qa", (Turn("user", "Hi"), Turn("assistant", "Well, yes.")))
+    [whole] = tiny_chat.sample(row)
+    size, first = len(whole.input_ids), int(whole.loss_mask.float().argmax())
+    for longest, kept in ((size, size), (size - 1, size - 1), (first + 1, first + 1), (first, 0)):
+        counts = Counter[str]()
+        for given in (row, whole):
+            samples = list(tiny_chat.samples([given], counts, longest))
+            assert [len(s.input_ids) for s in samples] == ([kept] if kept else [])
+            for sample in samples:
+                assert torch.equal(sample.input_ids, whole.input_ids[:kept])
+                assert torch.equal(sample.loss_mask, whole.loss_mask[:kept])
+        reason = CUT if kept else CUT_AWAY
+        assert counts == (Counter() if kept == size else Counter({reason: 2}))
 
 
 @pytest.mark.parametrize("turns", [(), (Turn("user", "Hi"), Turn("assistant", "Yes."))])

@@ -14,7 +14,7 @@ import torch
 from hidden_state_cache import FeatureStore
 from mtptrain import given
 from mtptrain.attention_backends.base import AttentionBackend
-from mtptrain.chat import Chat
+from mtptrain.chat import TOO_LONG, Chat
 from mtptrain.cli import main
 from mtptrain.prepare import answer_turns, answers_path, completion_answer, read_answers
 from mtptrain.runtime.engine import Engine
@@ -160,6 +160,30 @@ def test_another_way_of_thinking_is_another_store(words: list[str], tmp_path: Pa
         for folder in (tmp_path / "cache" / "stores").iterdir()
     ]
     assert sorted(store.identity.thinking for store in stores) == ["off", "on", "strip"]
+
+
+def test_long_samples_are_cut_before_capture(words: list[str], tmp_path: Path) -> None:
+    """Each at `data.max_tokens`; a store of whole samples is another one."""
+    assert main(["capture", *words, "prepare.answers=given"]) == 0
+    assert main(["capture", *words, "prepare.answers=given", "data.max_tokens=40"]) == 0
+    folders = (tmp_path / "cache" / "stores").iterdir()
+    stores = [FeatureStore.open(folder / "features") for folder in folders]
+    lengths = sorted(sorted({len(sample.input_ids) for sample in store}) for store in stores)
+    assert lengths[0] == [40] and min(lengths[1]) > 40
+
+
+def test_a_prompt_that_leaves_no_room_for_its_answer_is_left_out(
+    words: list[str], tmp_path: Path
+) -> None:
+    """It is counted in data.json with its reason, and the others are answered."""
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"prompt": "Why?"}\n{"prompt": "%s"}\n' % ("so " * 60))
+    more = [f"data.path={file}", "prepare.max_new_tokens=6", "data.max_tokens=60"]
+    assert main(["prepare", *words, *more]) == 0
+    counts = json.loads((tmp_path / "run" / "data.json").read_text())
+    assert counts["kept"] == 1
+    assert list(counts["dropped"]) == [TOO_LONG]
+    assert counts["dropped"][TOO_LONG]["first"].endswith("prompts.jsonl line 2")
 
 
 def test_inspect_data_marks_what_is_supervised(

@@ -44,24 +44,35 @@ NAMED = 3  # rows that a refusal names
 
 
 def training_prompts(
-    settings: DataSettings, held: Sequence[Conversation], record: Path | None
+    settings: DataSettings,
+    held: Sequence[Conversation],
+    record: Path | None,
+    accept: Accept | None = None,
 ) -> list[Conversation]:
-    """`data.path` without what is `held` out; counts go to the log and to `record`, if any. Raises UserError."""
-    return _training(prompts_of, settings, held, record)
+    """`data.path` without what is `held` out or not accepted; counts go to the log and to `record`, if any.
+
+    Raises UserError.
+    """
+    return _training(prompts_of, settings, held, record, accept)
 
 
 def training_answers(
     settings: DataSettings, held: Sequence[Conversation], record: Path | None
 ) -> list[Conversation | Sample]:
     """`training_prompts` of rows whose answers are given; a Sample where one is tokenised already."""
-    return _training(answered_of, settings, held, record)
+    return _training(answered_of, settings, held, record, None)
 
 
 def _training(
-    read: Read[Row], settings: DataSettings, held: Sequence[Conversation], record: Path | None
+    read: Read[Row],
+    settings: DataSettings,
+    held: Sequence[Conversation],
+    record: Path | None,
+    accept: Accept | None,
 ) -> list[Row]:
     source, out, counts = locate(settings.path, "data.path"), HeldOut(held), Counts()
-    accept = _unshared(out) if settings.overlap == "drop" else None
+    if settings.overlap == "drop":
+        accept = _unshared(out, accept)
     rows: list[Row] = []
     shared: list[str] = []
     for raw, row in _taken(read, source, settings, settings.limit, counts, accept):
@@ -76,11 +87,14 @@ def _training(
     return rows
 
 
-def evaluation_prompts(settings: DataSettings, record: Path | None) -> list[Conversation]:
+def evaluation_prompts(
+    settings: DataSettings, record: Path | None, accept: Accept | None = None
+) -> list[Conversation]:
     """`data.eval_path`, duplicates and all: a benchmark is measured as it stands. Raises UserError."""
     source, counts = locate(settings.eval_path, "data.eval_path"), Counts()
     settings = replace(settings, duplicates="keep")
-    rows = [row for _, row in _taken(prompts_of, source, settings, settings.eval_limit, counts)]
+    taken = _taken(prompts_of, source, settings, settings.eval_limit, counts, accept)
+    rows = [row for _, row in taken]
     _record(source, counts, record)
     return rows
 
@@ -125,8 +139,10 @@ def _taken(
             counts.take_back(raw, LIMITED)
 
 
-def _unshared(out: HeldOut) -> Accept:
+def _unshared(out: HeldOut, also: Accept | None) -> Accept:
     def accept(row: Conversation) -> None:
+        if also is not None:
+            also(row)
         if out.match(row):
             raise DropRow(SHARED)
 

@@ -68,6 +68,7 @@ class DataSettings:
     max_turns: int | None = None
     limit: int | None = None
     eval_limit: int | None = None
+    max_tokens: int | None = None
     skip_bad_rows: bool = False
     unknown_role: Literal["drop", "assistant"] = "drop"
     same_role: Literal["join", "drop"] = "join"
@@ -82,7 +83,7 @@ class DataSettings:
                 raise UserError(
                     f"data.{key}={getattr(self, key)!r} is unknown; it takes {', '.join(allowed)}"
                 )
-        for key in ("max_turns", "limit", "eval_limit"):
+        for key in ("max_turns", "limit", "eval_limit", "max_tokens"):
             value = getattr(self, key)
             if value is not None and (type(value) is not int or value < 0):
                 raise UserError(f"data.{key}={value!r} must be a whole number from 0, or null")

@@ -187,9 +187,20 @@ class Target:
 
 def layer_count(folder: Path) -> int:
     """Decoder layers of a transformers folder, from its config alone. Raises UserError as `Target.load` does."""
+    return int(_folder_config(folder).num_hidden_layers)
+
+
+def max_positions(folder: Path) -> int | None:
+    """The longest sequence that the target was made for, in tokens; None where its config does not say."""
+    positions = getattr(_folder_config(folder), "max_position_embeddings", None)
+    return int(positions) if positions else None
+
+
+def _folder_config(folder: Path) -> PretrainedConfig:
     try:
-        config = AutoConfig.from_pretrained(folder)
-        return int(config.get_text_config().num_hidden_layers)
+        config = AutoConfig.from_pretrained(folder).get_text_config()
+        int(config.num_hidden_layers)
+        return config
     except (OSError, ValueError, KeyError, AttributeError) as error:
         raise _not_loaded(folder, error) from None
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from mtptrain.data.prompts import evaluation_prompts, locate, read_prompts, training_prompts
-from mtptrain.datasets.base import DataSettings, evenly
+from mtptrain.datasets.base import DataSettings, DropRow, evenly
 from mtptrain.run import recipes_dir
-from mtptrain.types import Turn, UserError
+from mtptrain.types import Conversation, Turn, UserError
 
 
 def _write(folder: Path, *rows: object) -> Path:
@@ -178,6 +178,23 @@ def test_what_is_measured_is_dropped_or_allowed(tmp_path: Path) -> None:
     counts = json.loads((tmp_path / "data.json").read_text())
     assert (counts["rows"], counts["kept"]) == (4, 2)
     assert _prompts(_settings(tmp_path, TRAIN, HELD, overlap="allow"), tmp_path) == TRAIN
+
+
+def test_a_limit_is_filled_from_the_rows_that_are_accepted(tmp_path: Path) -> None:
+    """A row that cannot be answered is counted with its reason, and its place goes to another."""
+
+    def short(row: Conversation) -> None:
+        if len(row.turns[0].content) > 2:
+            raise DropRow("too long")
+
+    settings = _settings(tmp_path, ["long", "a", "longer", "b", "c"], ["d", "long"], limit=2)
+    held = evaluation_prompts(settings, None, short)
+    assert [row.turns[0].content for row in held] == ["d"]
+    rows = training_prompts(settings, held, tmp_path / "data.json", short)
+    assert [row.turns[0].content for row in rows] == evenly("abc", 2)
+    counts = json.loads((tmp_path / "data.json").read_text())
+    tally = counts["dropped"]["too long"]
+    assert tally["rows"] == 2 and tally["first"].endswith("train.jsonl line 1")
 
 
 def test_rows_that_a_limit_leaves_out_are_not_refused(tmp_path: Path) -> None:

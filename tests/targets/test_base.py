@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from transformers import LlamaForCausalLM
 
 from mtptrain.attention_backends.base import AttentionBackend, ForwardContext
 from mtptrain.targets import base
-from mtptrain.targets.base import Target, layer_count, place_taps, tap_layer
+from mtptrain.targets.base import Target, layer_count, max_positions, place_taps, tap_layer
 from mtptrain.targets.fingerprint import target_fingerprint
 from mtptrain.types import UserError
 
@@ -123,6 +124,15 @@ def test_layers_are_counted_without_loading(tiny_folder: Path, tmp_path: Path) -
     assert layer_count(tiny_folder) == 4
     with pytest.raises(UserError, match=f"target.path={tmp_path} cannot be loaded"):
         layer_count(tmp_path)
+
+
+def test_positions_are_read_without_loading(tiny_folder: Path, tmp_path: Path) -> None:
+    """The config tells; one that does not say sets no limit."""
+    config = json.loads((tiny_folder / "config.json").read_text())
+    assert max_positions(tiny_folder) == config["max_position_embeddings"]
+    silent = {"model_type": "mamba", "num_hidden_layers": 2}
+    (tmp_path / "config.json").write_text(json.dumps(silent))
+    assert max_positions(tmp_path) is None
 
 
 def test_a_folder_without_a_model_is_the_users_error(tmp_path: Path) -> None:
