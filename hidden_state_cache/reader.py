@@ -15,6 +15,8 @@ from functools import cached_property
 from itertools import accumulate, pairwise
 from pathlib import Path
 
+from torch import Tensor
+
 from hidden_state_cache.manifest import Manifest, StoreError, StoreIdentity, TapSpec, size_fault
 from hidden_state_cache.shard import Shard, StoredSample, open_shard
 
@@ -23,7 +25,7 @@ class FeatureStore:
     """A complete store; `FeatureStore.open` makes one."""
 
     def __init__(self, folder: Path, manifest: Manifest) -> None:
-        self._folder = folder
+        self.folder = folder
         self.manifest = manifest
         self._starts = [0, *accumulate(shard.samples for shard in manifest.shards)]
         self._widths = manifest.identity.widths
@@ -71,22 +73,35 @@ class FeatureStore:
 
         Raises IndexError out of range, StoreError where the shard's header is damaged.
         """
-        place = index + len(self) if index < 0 else index
-        if not 0 <= place < len(self):
-            raise IndexError(f"sample {index} of a store of {len(self)}")
-        number = bisect_right(self._starts, place) - 1
-        return self._shard(number).sample(place - self._starts[number], self._widths)
+        shard, place = self._find(index)
+        return shard.sample(place, self._widths)
+
+    def tokens(self, index: int) -> tuple[Tensor, Tensor]:
+        """`input_ids` and `loss_mask` [T] of sample `index` alone: no feature is read.
+
+        Raises as indexing does.
+        """
+        shard, place = self._find(index)
+        return shard.tokens(place)
 
     def __iter__(self) -> Iterator[StoredSample]:
         return map(self.__getitem__, range(len(self)))
 
     def __reduce__(self) -> tuple[type[FeatureStore], tuple[Path, Manifest]]:
         # What a worker process is sent: never the mapped tensors, which would be copied whole.
-        return FeatureStore, (self._folder, self.manifest)
+        return FeatureStore, (self.folder, self.manifest)
+
+    def _find(self, index: int) -> tuple[Shard, int]:
+        """The sample's shard, and its place in it."""
+        place = index + len(self) if index < 0 else index
+        if not 0 <= place < len(self):
+            raise IndexError(f"sample {index} of a store of {len(self)}")
+        number = bisect_right(self._starts, place) - 1
+        return self._shard(number), place - self._starts[number]
 
     def _shard(self, number: int) -> Shard:
         if number not in self._opened:
             self._opened[number] = open_shard(
-                self._folder, self.manifest.shards[number], self.manifest
+                self.folder, self.manifest.shards[number], self.manifest
             )
         return self._opened[number]

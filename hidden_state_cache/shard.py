@@ -49,15 +49,21 @@ class Shard:
     ids: list[str]
     categories: list[str]
 
+    def tokens(self, index: int) -> tuple[Tensor, Tensor]:
+        """One sample's `input_ids` and `loss_mask`, as copies."""
+        rows = slice(self.offsets[index], self.offsets[index + 1])
+        return self.input_ids[rows].long(), self.loss_mask[rows].bool()
+
     def sample(self, index: int, widths: tuple[int, ...]) -> StoredSample:
         """Read one sample; its tensors are copies and outlive the file."""
         rows = slice(self.offsets[index], self.offsets[index + 1])
         scales = None if self.scales is None else self.scales[rows]
+        input_ids, loss_mask = self.tokens(index)
         return StoredSample(
             id=self.ids[index],
             category=self.categories[index],
-            input_ids=self.input_ids[rows].long(),
-            loss_mask=self.loss_mask[rows].bool(),
+            input_ids=input_ids,
+            loss_mask=loss_mask,
             features=decode(self.features[rows], scales, widths),
         )
 

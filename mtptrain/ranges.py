@@ -30,6 +30,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "capture.max_tokens": (1, MOST),
     "train.epochs": (1, MOST),
     "train.batch_tokens": (1, MOST),
+    "train.accumulate": (1, MOST),
     "train.learning_rate": (0, 1e30),
     "train.muon_steps": (1, 1000),
     "train.other_lr_scale": (0, 1e30),

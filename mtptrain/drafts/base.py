@@ -122,6 +122,14 @@ class Draft(nn.Module):
         """
         raise NotImplementedError(f"{type(self).__name__} is not trained")
 
+    def label_rows(self, batch: DraftBatch, steps: int, supervised: Tensor) -> list[Tensor]:
+        """The `label_rows` of each step that `unroll` would yield, found without running anything.
+
+        Those of an autoregressive head; `batch` needs no features.
+        """
+        chain = answer_chain(batch, min(steps, self.max_draft_tokens or steps), supervised)
+        return [rows.nonzero().squeeze(1) + 2 + j for j, rows in enumerate(chain)]
+
     def calibrate(self, features: Tensor) -> None:
         """Adapts the untrained start to some real features [R, W]; called once, before training."""
 
@@ -135,6 +143,13 @@ class Draft(nn.Module):
     def head_rows(self) -> Tensor:
         """[Vd, H] the frozen rows of `lm_head` this draft scores."""
         raise NotImplementedError
+
+
+def answer_chain(batch: DraftBatch, steps: int, supervised: Tensor) -> Tensor:
+    """`supervised_chain` of the first step; later ones are for answer rows alone, [steps, T] bool."""
+    chain = supervised_chain(supervised, batch.cu_seqlens, steps)
+    chain[1:] &= supervised_chain(batch.loss_mask, batch.cu_seqlens, steps)[1:]
+    return chain
 
 
 def supervised_chain(mask: Tensor, cu_seqlens: Tensor, steps: int) -> Tensor:

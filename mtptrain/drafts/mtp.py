@@ -27,7 +27,7 @@ from mtptrain.drafts.base import (
     Proposal,
     TrueRows,
     UnrollStep,
-    supervised_chain,
+    answer_chain,
 )
 from mtptrain.targets.base import Target, tap_layer
 from mtptrain.types import DraftBatch, UserError
@@ -176,8 +176,7 @@ class MTP(Draft):
     def unroll(
         self, batch: DraftBatch, steps: int, supervised: Tensor, backend: AttentionBackend
     ) -> Iterator[UnrollStep]:
-        chain = supervised_chain(supervised, batch.cu_seqlens, steps)
-        chain[1:] &= supervised_chain(batch.loss_mask, batch.cu_seqlens, steps)[1:]
+        chain = answer_chain(batch, steps, supervised)
         lens = torch.diff(batch.cu_seqlens)
         row = torch.arange(len(batch.input_ids), device=batch.input_ids.device)
         position = row - torch.repeat_interleave(batch.cu_seqlens[:-1], lens)

@@ -195,8 +195,12 @@ class Engine:
         """(accepted, next token) of each sequence."""
         params, chains = sequences[0].params, proposal.token_ids
         if params.temperature == 0:
-            best = self.target.greedy(torch.cat(list(finals))).split([len(f) for f in finals])
-            return [verify_greedy(c, b.tolist()) for c, b in zip(chains, best, strict=True)]
+            return verify_greedy(
+                chains,
+                lambda rows: self.target.greedy(
+                    torch.stack([finals[i][k] for i, k in rows])
+                ).tolist(),
+            )
         verdicts = []
         for i, (sequence, chain, final) in enumerate(zip(sequences, chains, finals, strict=True)):
             p = probabilities(self.target.logits(final), params)

@@ -9,7 +9,7 @@ block verification, which accepts a few percent more.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -19,12 +19,27 @@ from mtptrain.runtime.sampler import draw
 MIN_RESIDUAL = 1e-8  # below this mass p and q are the same distribution to rounding: emit from p
 
 
-def verify_greedy(chain: Sequence[int], best: Sequence[int]) -> tuple[int, int]:
-    """(accepted, next token) for a chain of D tokens and the target's best at its D + 1 rows."""
-    accepted = 0
-    while accepted < len(chain) and chain[accepted] == best[accepted]:
-        accepted += 1
-    return accepted, best[accepted]
+Best = Callable[[Sequence[tuple[int, int]]], list[int]]  # (chain, row of it) -> the target's best
+
+
+def verify_greedy(chains: Sequence[Sequence[int]], best: Best) -> list[tuple[int, int]]:
+    """(accepted, next token) of each chain of D tokens, which has D + 1 rows.
+
+    The target's best is asked for all chains at once, row by row, and only where a chain still holds: rows
+    behind the first difference never meet the head.
+    """
+    accepted, emitted = [0] * len(chains), [0] * len(chains)
+    holding = list(range(len(chains)))
+    while holding:
+        tokens = best([(i, accepted[i]) for i in holding])
+        still = []
+        for i, token in zip(holding, tokens, strict=True):
+            emitted[i] = token
+            if accepted[i] < len(chains[i]) and chains[i][accepted[i]] == token:
+                accepted[i] += 1
+                still.append(i)
+        holding = still
+    return list(zip(accepted, emitted, strict=True))
 
 
 def verify_sampled(

@@ -29,7 +29,8 @@ class ShowProgress(L.Callback):
         self.stack, self.bar = ExitStack(), None
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        total = int(trainer.num_training_batches)
+        assert isinstance(pl_module, DraftModule)
+        total = pl_module.total_steps if trainer.is_global_zero else 0
         shown = progress("train", total, unit="steps", done=trainer.global_step)
         self.bar: Progress | None = self.stack.enter_context(shown)
 
@@ -41,7 +42,8 @@ class ShowProgress(L.Callback):
         batch: Any,
         batch_idx: int,
     ) -> None:
-        if self.bar is not None:
+        assert isinstance(pl_module, DraftModule)
+        if self.bar is not None and pl_module.ends_step(batch_idx):
             self.bar.advance()
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -75,7 +77,7 @@ class LogSteps(L.Callback):
         batch_idx: int,
     ) -> None:
         assert isinstance(pl_module, DraftModule)
-        if trainer.global_step % self.every == 0:
+        if trainer.global_step % self.every == 0 and pl_module.ends_step(batch_idx):
             _write(trainer, {name: float(value) for name, value in pl_module.metrics.items()})
 
 
@@ -121,8 +123,8 @@ class HeldOutCurve(L.Callback):
         assert isinstance(pl_module, DraftModule)
         if not self.points or not self.data.held_out:
             return
-        every = max(1, int(trainer.num_training_batches) // self.points)
-        if trainer.global_step % every == 0:
+        every = max(1, pl_module.total_steps // self.points)
+        if trainer.global_step % every == 0 and pl_module.ends_step(batch_idx):
             point = {
                 "held_out/simulated_acceptance_length": self._acceptance_length(pl_module),
                 "train/supervised_rows": float(pl_module.supervised_rows),

@@ -61,20 +61,59 @@ def plan_batches(lengths: list[int], batch_tokens: int, epochs: int, seed: int) 
     return batches
 
 
+@dataclass(frozen=True)
+class Share:
+    """One rank's part: a step of the optimiser takes `accumulate` batches on each of `ranks`."""
+
+    rank: int = 0
+    ranks: int = 1
+    accumulate: int = 1
+
+    @property
+    def batches(self) -> int:
+        """Of one step, on all ranks."""
+        return self.ranks * self.accumulate
+
+
+ALONE = Share()
+
+
 class PlannedBatches:
-    """Iterates the plan from `start` on; its length stays that of the whole plan, as Lightning counts."""
+    """Iterates one rank's batches from step `start` on; its length stays that of the whole plan, as Lightning
+    counts. Batch a of step k on rank r is number (k * accumulate + a) * ranks + r of the plan."""
 
     def __init__(
-        self, store: FeatureStore, columns: TapColumns, plan: list[list[int]], start: int
+        self,
+        store: FeatureStore,
+        columns: TapColumns,
+        plan: list[list[int]],
+        start: int,
+        share: Share,
     ) -> None:
-        self.store, self.columns, self.plan, self.start = store, columns, plan, start
+        self.store, self.columns, self.start, self.share = store, columns, start, share
+        missing = -len(plan) % share.batches  # the last step is filled up from the first ones
+        self.plan = plan + [plan[i % len(plan)] for i in range(missing)]
 
     def __len__(self) -> int:
-        return len(self.plan)
+        return len(self.plan) // self.share.ranks
+
+    @property
+    def steps(self) -> int:
+        return len(self.plan) // self.share.batches
 
     def __iter__(self) -> Iterator[DraftBatch]:
-        for documents in self.plan[self.start :]:
+        first = self.start * self.share.batches + self.share.rank
+        for documents in self.plan[first :: self.share.ranks]:
             yield self.batch(documents)
+
+    def whole_step(self, step: int) -> list[DraftBatch]:
+        """Every rank's batches of one step, without features: what there is to count."""
+        first = step * self.share.batches
+        return [self._light(documents) for documents in self.plan[first:][: self.share.batches]]
+
+    def _light(self, documents: list[int]) -> DraftBatch:
+        tokens = [self.store.tokens(i) for i in documents]
+        return pack([(ids, none := torch.empty(len(ids), 0), none, mask) for ids, mask in tokens])
 
     def state_dict(self) -> dict[str, int]:
         """Nothing: the plan is a function of the seed, and `start` comes from the checkpoint's step."""
@@ -104,6 +143,7 @@ class StoreData(L.LightningDataModule):
         held_out: int,
         seed: int,
         start: int = 0,
+        share: Share = ALONE,
     ) -> None:
         super().__init__()
         if held_out >= len(store):
@@ -115,7 +155,8 @@ class StoreData(L.LightningDataModule):
         mine = [i for i in range(len(store)) if i not in kept_out]
         plan = plan_batches([store.lengths[i] for i in mine], batch_tokens, epochs, seed)
         columns = TapColumns.of(store, taps)
-        self.batches = PlannedBatches(store, columns, [[mine[i] for i in b] for b in plan], start)
+        named = [[mine[i] for i in batch] for batch in plan]
+        self.batches = PlannedBatches(store, columns, named, start, share)
         self.held_out = sorted(kept_out)
 
     def train_dataloader(self) -> PlannedBatches:

@@ -1,7 +1,8 @@
 """One training run: store in, trained draft out, resumable at any moment.
 
 Lightning owns the loop and loggers; this file wires them and knows where they lie in the run folder. A
-checkpoint is read with weights only, so a run folder executes nothing. It gives up several devices for now.
+checkpoint is read with weights only, so a run folder executes nothing. Of several ranks the first writes. It
+gives up sharded heads: every rank holds the whole draft and its frozen tables.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from hidden_state_cache import FeatureStore
 from mtptrain.attention_backends.base import AttentionBackend
 from mtptrain.datasets.base import evenly
 from mtptrain.drafts.base import Draft, HeadConfig
+from mtptrain.launch import ALONE, Ranks
 from mtptrain.losses.base import FeatureLoss, VocabLoss
 from mtptrain.targets.base import Target
 from mtptrain.train.callbacks import (
@@ -31,7 +33,7 @@ from mtptrain.train.callbacks import (
 )
 from mtptrain.train.checkpoint import WholeCheckpoints, read_checkpoint
 from mtptrain.train.checks import check_teacher, footprints, unmoved
-from mtptrain.train.data import StoreData, TapColumns
+from mtptrain.train.data import Share, StoreData, TapColumns
 from mtptrain.train.metrics import MetricsCsv
 from mtptrain.train.module import DraftModule, TrainSettings
 from mtptrain.train.vocabulary import (
@@ -67,6 +69,7 @@ def fit_draft(
     *,
     num_draft_tokens: int,
     seed: int,
+    ranks: Ranks = ALONE,
 ) -> TrainResult:
     """Trains, or goes on from the checkpoint in `folder`; the same settings give the same bits either way."""
     checkpoint = folder / "checkpoints" / "last.ckpt"
@@ -87,20 +90,24 @@ def fit_draft(
         held_out=settings.held_out,
         seed=seed,
         start=int(resume["global_step"]) if resume else 0,
+        share=Share(ranks.rank, ranks.world, settings.accumulate),
     )
-    steps = len(data.batches)
+    steps = data.batches.steps
     scoring = _scoring(draft, target, weights, settings.scored_tokens, seed)
-    module = DraftModule(draft, loss, settings, backend, scoring, steps)
+    several = data.batches.share.batches > 1
+    whole_step = data.batches.whole_step if several else None
+    module = DraftModule(draft, loss, settings, backend, scoring, steps, whole_step)
     if data.batches.start < steps:
         curve = HeldOutCurve(data, backend, num_draft_tokens, settings.curve_points)
-        trainer = _trainer(settings, folder, data.batches.start, [curve])
+        trainer = _trainer(settings, folder, data.batches.start, [curve], ranks)
         trainer.fit(
             module,
             datamodule=data,
             ckpt_path=str(checkpoint) if resume else None,
             weights_only=True,
         )
-        plot_curves(folder / "metrics.csv", folder / "curves.png")
+        if ranks.rank == 0:
+            plot_curves(folder / "metrics.csv", folder / "curves.png")
     else:  # killed between its last checkpoint and the end of the stage
         module.load_state_dict(resume["state_dict"])
         module.on_load_checkpoint(resume)
@@ -128,7 +135,7 @@ def _some_features(store: FeatureStore, columns: TapColumns) -> Tensor:
 
 
 def _trainer(
-    settings: TrainSettings, folder: Path, start: int, extra: Sequence[L.Callback]
+    settings: TrainSettings, folder: Path, start: int, extra: Sequence[L.Callback], ranks: Ranks
 ) -> L.Trainer:
     save = ModelCheckpoint(
         dirpath=folder / "checkpoints",
@@ -139,12 +146,15 @@ def _trainer(
     )
     return L.Trainer(
         accelerator="auto",
-        devices=1,
+        devices=ranks.local_world,
+        num_nodes=ranks.world // ranks.local_world,
+        strategy="ddp_find_unused_parameters_true" if ranks.world > 1 else "auto",
+        accumulate_grad_batches=settings.accumulate,
         max_epochs=1,
         gradient_clip_val=settings.clip or None,
         callbacks=[LogSteps(LOG_EVERY), *extra, StopAtNonFinite(), ShowProgress(), save],
         plugins=[WholeCheckpoints()],
-        logger=_loggers(settings, folder, start),
+        logger=_loggers(settings, folder, start) if ranks.rank == 0 else False,
         log_every_n_steps=LOG_EVERY,
         enable_progress_bar=False,
         enable_model_summary=False,

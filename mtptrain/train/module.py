@@ -2,12 +2,14 @@
 
 It knows no mechanism and no formula: the draft yields supervised rows step by step, the loss returns sums
 and counts, and this file divides and weighs. Teacher states are looked up once per token and shared by the
-steps. It gives up gradient accumulation: a batch is a token budget, so it is sized directly.
+steps. Where an optimiser's step takes several batches, here or on other ranks, each divides by the rows of
+all of them, counted beforehand. It gives up logging what the others saw.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -46,6 +48,7 @@ class TrainSettings:
     checkpoint_every: int  # steps
     wandb: bool
     wandb_mode: Literal["offline", "online"]
+    accumulate: int = 1  # batches of one optimiser step, on each rank
 
     def __post_init__(self) -> None:
         for key, allowed in {
@@ -56,7 +59,7 @@ class TrainSettings:
                 raise UserError(
                     f"train.{key}={getattr(self, key)} is unknown; use {' or '.join(allowed)}"
                 )
-        for key in ("epochs", "batch_tokens", "unroll_steps", "checkpoint_every"):
+        for key in ("epochs", "batch_tokens", "accumulate", "unroll_steps", "checkpoint_every"):
             if getattr(self, key) < 1:
                 raise UserError(f"train.{key}={getattr(self, key)} must be at least 1")
 
@@ -72,26 +75,50 @@ class DraftModule(L.LightningModule):
         backend: AttentionBackend,
         scoring: Scoring,
         total_steps: int,
+        whole_step: Callable[[int], Sequence[DraftBatch]] | None = None,
     ) -> None:
+        """`whole_step` gives all batches of a step of the optimiser, without features; None: a batch is one."""
         super().__init__()
         self.draft, self.loss, self.settings, self.backend = draft, loss, settings, backend
-        self.total_steps = total_steps
+        self.total_steps, self.whole_step = total_steps, whole_step
+        self.step_rows, self.step_batches = torch.zeros(0), 1  # of the step under way
         self.supervised_rows = 0
         self.metrics: dict[str, Tensor] = {}  # of the newest step; `callbacks.LogSteps` writes them
         self.scoring = scoring
 
     def training_step(self, batch: DraftBatch, batch_idx: int) -> Tensor:
-        everything = self.settings.supervise == "all"
-        mask = torch.ones_like(batch.loss_mask) if everything else batch.loss_mask
-        begun = batch_idx >= self.settings.unroll_from * self.total_steps
+        step, part = divmod(batch_idx, self.settings.accumulate)
+        begun = step >= self.settings.unroll_from * self.total_steps
+        num_steps = self.settings.unroll_steps if begun else 1
         scored = self.scoring.of(batch, batch_idx)
-        sums = self._sums(batch, mask, self.settings.unroll_steps if begun else 1, scored)
+        sums = self._sums(batch, self._supervised(batch), num_steps, scored)
+        if part == 0:
+            self._count(step, num_steps, sums.count)
         weights = self.settings.step_decay ** torch.arange(len(sums.loss), device=self.device)
         weights = weights / weights.sum()
-        loss = (weights * sums.loss / sums.count.clamp(min=1)).sum()
-        self.supervised_rows += int(sums.count[0])
-        self.metrics = self._metrics(loss, sums)
-        return loss
+        self.metrics = self._metrics((weights * sums.loss / sums.count.clamp(min=1)).sum(), sums)
+        loss = (weights * sums.loss / self.step_rows.clamp(min=1)).sum()
+        return loss * self.step_batches  # Lightning takes the mean over a step's batches
+
+    def ends_step(self, batch_idx: int) -> bool:
+        """Whether the optimiser moves behind this batch."""
+        return (batch_idx + 1) % self.settings.accumulate == 0
+
+    def _supervised(self, batch: DraftBatch) -> Tensor:
+        everything = self.settings.supervise == "all"
+        return torch.ones_like(batch.loss_mask) if everything else batch.loss_mask
+
+    def _count(self, step: int, num_steps: int, own: Tensor) -> None:
+        """The supervised rows of the optimiser's step that begins, per unrolled step."""
+        self.step_rows, self.step_batches = own, 1
+        if self.whole_step is not None:
+            counts = [self._rows(b.to(own.device), num_steps) for b in self.whole_step(step)]
+            self.step_rows, self.step_batches = torch.stack(counts).sum(0).to(own), len(counts)
+        self.supervised_rows += int(self.step_rows[0])
+
+    def _rows(self, batch: DraftBatch, num_steps: int) -> Tensor:
+        rows = self.draft.label_rows(batch, num_steps, self._supervised(batch))
+        return torch.stack([self.scoring.teaches(batch.input_ids[r]).sum() for r in rows])
 
     def _sums(
         self, batch: DraftBatch, mask: Tensor, num_steps: int, scored: ScoredTokens

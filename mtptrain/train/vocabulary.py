@@ -68,6 +68,10 @@ class Scoring(Protocol):
 
     def of(self, batch: DraftBatch, step: int) -> ScoredTokens: ...
 
+    def teaches(self, labels: Tensor) -> Tensor:
+        """Which of a batch's labels [R] it scores, [R] bool."""
+        ...
+
 
 class AllTokens:
     """Every step scores all that the draft can say."""
@@ -79,6 +83,9 @@ class AllTokens:
 
     def of(self, batch: DraftBatch, step: int) -> ScoredTokens:
         return self.tokens
+
+    def teaches(self, labels: Tensor) -> Tensor:
+        return self.tokens.index[labels] >= 0
 
 
 class SampledTokens:
@@ -96,6 +103,9 @@ class SampledTokens:
         ids = torch.cat([self.core, batch.input_ids.cpu(), drawn]).unique()
         on = self.head.device
         return ScoredTokens(self.head[ids.to(on)], _index(ids, len(self.head)).to(on))
+
+    def teaches(self, labels: Tensor) -> Tensor:
+        return torch.ones_like(labels, dtype=torch.bool)
 
 
 def _index(ids: Tensor, vocab_size: int) -> Tensor:

@@ -178,7 +178,8 @@ def test_rows_are_the_supervised_ones(
     answers: list[Completion],
     document: Callable[..., tuple[Tensor, ...]],
 ) -> None:
-    """Step j yields the rows of the supervised chain in order: teacher g[t+1+j], label x[t+2+j]."""
+    """Step j yields the rows of the supervised chain in order: teacher g[t+1+j], label x[t+2+j]; which labels
+    those are is known beforehand, without features, also where prompts are supervised at the first step."""
     draft = _shaken(_head(kind, change), tiny_target)
     batch = pack([document(c, draft.taps) for c in answers[:3]])  # pyright: ignore
     chain = supervised_chain(batch.loss_mask, batch.cu_seqlens, 3)
@@ -188,6 +189,12 @@ def test_rows_are_the_supervised_ones(
         assert torch.equal(step.target_rows, rows + 1 + j)
         assert torch.equal(step.label_rows, rows + 2 + j)
         assert step.states.shape == (len(rows), tiny_target.hidden_size)
+    light = replace(batch, features=batch.features[:, :0], final=batch.final[:, :0])
+    for mask in (batch.loss_mask, torch.ones_like(batch.loss_mask)):
+        yielded = list(draft.unroll(batch, 3, mask, backend))
+        foreseen = draft.label_rows(light, 3, mask)
+        for step, rows in zip(yielded, foreseen, strict=True):
+            assert torch.equal(step.label_rows, rows)
 
 
 @every_head

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import pytest
@@ -29,7 +30,21 @@ def test_greedy_accepts_up_to_the_first_difference(
     chain: tuple[int, ...], best: list[int], verdict: tuple[int, int]
 ) -> None:
     """The emitted token is the target's best behind the last accepted one."""
-    assert verify_greedy(chain, best) == verdict
+    assert verify_greedy([chain], lambda rows: [best[k] for _, k in rows]) == [verdict]
+
+
+def test_greedy_asks_for_no_row_behind_the_first_difference() -> None:
+    """All chains at once, row by row; a chain that has ended is asked for no more."""
+    best, asked = [[1, 2, 3], [1, 5, 3], [4, 2, 3], [6]], []
+
+    def look(rows: Sequence[tuple[int, int]]) -> list[int]:
+        asked.append(list(rows))
+        return [best[i][k] for i, k in rows]
+
+    chains = [(1, 2), (1, 2), (1, 2), ()]
+    assert verify_greedy(chains, look) == [(2, 3), (1, 5), (0, 4), (0, 6)]
+    assert asked == [[(0, 0), (1, 0), (2, 0), (3, 0)], [(0, 1), (1, 1)], [(0, 2)]]
+    assert verify_greedy([], look) == [] and len(asked) == 3
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hidden_state_cache import FeatureStore
-from mtptrain.train.data import StoreData, TapColumns, plan_batches
+from mtptrain.train.data import Share, StoreData, TapColumns, plan_batches
 from mtptrain.types import UserError
 
 
@@ -29,9 +29,11 @@ def test_a_batch_closes_before_it_would_exceed_its_budget() -> None:
         assert batch and (sum(lengths[i] for i in batch) <= 12 or batch == [4])
 
 
+HOW = {"batch_tokens": 200, "epochs": 2, "held_out": 5, "seed": 0, "start": 0}
+
+
 def _data(store: FeatureStore, **changes: int) -> StoreData:
-    how = {"batch_tokens": 200, "epochs": 2, "held_out": 5, "seed": 0, "start": 0} | changes
-    return StoreData(store, ("layer.1", "final"), **how)
+    return StoreData(store, ("layer.1", "final"), **HOW | changes)
 
 
 def test_held_out_documents_are_never_trained_on(store: FeatureStore) -> None:
@@ -59,6 +61,38 @@ def test_a_resumed_plan_goes_on_where_it_stopped(store: FeatureStore) -> None:
     assert len(batches) == len(whole)
     for a, b in zip(batches[4:], rest, strict=True):
         assert torch.equal(a.input_ids, b.input_ids) and torch.equal(a.features, b.features)
+
+
+@pytest.mark.parametrize(("ranks", "accumulate"), [(1, 2), (2, 1), (2, 3), (3, 40)])
+def test_ranks_and_accumulation_share_one_plan(
+    ranks: int, accumulate: int, store: FeatureStore
+) -> None:
+    """A step's batches are next to each other in the plan; together the ranks see each of them once, and the
+    last step is filled up from the first ones. A resumed rank goes on at its step."""
+    plan = _data(store).batches.plan
+    size, seen = ranks * accumulate, []
+    for rank in range(ranks):
+        share = Share(rank, ranks, accumulate)
+        batches = StoreData(store, ("final",), **HOW, share=share).batches
+        assert batches.plan[: len(plan)] == plan and len(batches.plan) % size == 0
+        assert batches.plan[len(plan) :] == (plan * size)[: len(batches.plan) - len(plan)]
+        mine = [b.input_ids.tolist() for b in batches]
+        assert len(mine) == len(batches) == batches.steps * accumulate
+        seen.append(mine)
+        later = StoreData(store, ("final",), **HOW | {"start": 1}, share=share).batches
+        assert [b.input_ids.tolist() for b in later] == mine[accumulate:]
+        for step in range(batches.steps):
+            whole = [b.input_ids.tolist() for b in batches.whole_step(step)]
+            assert whole[rank::ranks] == mine[step * accumulate :][:accumulate]
+
+
+def test_a_whole_step_is_counted_without_features(store: FeatureStore) -> None:
+    """Tokens, masks and borders are those of the batches themselves."""
+    batches = StoreData(store, ("final",), **HOW, share=Share(accumulate=2)).batches
+    for light, batch in zip(batches.whole_step(1), list(batches)[2:4], strict=True):
+        assert light.features.numel() == light.final.numel() == 0
+        for name in ("input_ids", "loss_mask", "cu_seqlens"):
+            assert torch.equal(getattr(light, name), getattr(batch, name))
 
 
 def test_a_batch_is_what_the_store_holds(store: FeatureStore) -> None:

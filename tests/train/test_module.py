@@ -29,6 +29,13 @@ def batch(answers: list[Completion], document: Callable[..., Any]) -> DraftBatch
 
 
 @pytest.fixture
+def batches(answers: list[Completion], document: Callable[..., Any]) -> list[DraftBatch]:
+    """One of three documents, one of one."""
+    documents = [document(c, ("final",)) for c in answers[:4]]
+    return [pack(documents[:3]), pack(documents[3:])]
+
+
+@pytest.fixture
 def make(
     tiny_target: Target, backend: AttentionBackend, settings: TrainSettings
 ) -> Callable[..., DraftModule]:
@@ -71,6 +78,35 @@ def test_the_loss_is_the_weighted_mean_over_steps(
     loss = float(module.training_step(batch, 0).detach())
     assert loss == pytest.approx((4 * values[0] + 2 * values[1] + values[2]) / 7, rel=1e-4)
     assert module.supervised_rows == counts[0] and counts[0] > counts[2] > 0
+
+
+@pytest.mark.parametrize("vocab", [(), tuple(range(0, 512, 2))])
+def test_batches_of_one_step_divide_by_the_rows_of_all(
+    vocab: tuple[int, ...], make: Callable[..., DraftModule], batches: list[DraftBatch]
+) -> None:
+    """The gradient of a step over several batches of unequal size is that of one batch that holds them all."""
+    config, how = MTPConfig(draft_vocab=vocab), {"unroll_steps": 3, "step_decay": 0.5}
+    one, several = make(config, **how), make(config, accumulate=2, **how)
+    several.load_state_dict(one.state_dict())
+    several.whole_step = lambda step: batches
+    loss = one.training_step(_joined(batches), 0)
+    loss.backward()
+    parts = [several.training_step(batch, i) / 2 for i, batch in enumerate(batches)]
+    sum(parts, torch.zeros(())).backward()
+    assert float(sum(p.detach() for p in parts)) == pytest.approx(float(loss.detach()), rel=1e-5)
+    for a, b in zip(one.parameters(), several.parameters(), strict=True):
+        assert a.grad is not None and b.grad is not None
+        torch.testing.assert_close(a.grad, b.grad, rtol=1e-4, atol=1e-6)
+    assert several.supervised_rows == one.supervised_rows
+    assert [several.ends_step(i) for i in range(4)] == [False, True, False, True]
+
+
+def _joined(batches: list[DraftBatch]) -> DraftBatch:
+    borders = [b.cu_seqlens for b in batches]
+    lens = torch.cat([torch.diff(x) for x in borders])
+    parts = (torch.cat([getattr(b, n) for b in batches]) for n in DraftBatch.__dataclass_fields__)
+    *tensors, _ = parts
+    return DraftBatch(*tensors, torch.cat([torch.zeros(1, dtype=torch.long), lens]).cumsum(0))
 
 
 def test_later_steps_join_at_their_share(
@@ -152,6 +188,7 @@ def test_the_rate_warms_up_and_falls_to_zero(make: Callable[..., DraftModule]) -
     [
         ({"optimizer": "sgd"}, "train.optimizer=sgd is unknown; use adamw or muon"),
         ({"supervise": "some"}, "train.supervise=some is unknown; use assistant or all"),
+        ({"accumulate": 0}, "train.accumulate=0 must be at least 1"),
         ({"epochs": 0}, "train.epochs=0 must be at least 1"),
         ({"unroll_steps": 0}, "train.unroll_steps=0 must be at least 1"),
         ({"checkpoint_every": 0}, "train.checkpoint_every=0 must be at least 1"),
