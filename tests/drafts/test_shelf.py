@@ -347,7 +347,7 @@ def test_one_answer_can_be_learnt_by_heart(
         config = replace(config, draft_vocab=tuple(sorted({*spoken, *EVEN})))
     depth = getattr(config, "depth", 1)
     tokens = depth if depth > 1 else 4
-    how = {"epochs": 120, "learning_rate": 1e-2, "unroll_steps": tokens}
+    how = {"epochs": 200, "learning_rate": 5e-3, "unroll_steps": tokens}
     draft = fit_head(config, CrossEntropy(), slice(place, place + 1), **how)
     engine = Engine(tiny_target, backend, EngineLimits(num_draft_tokens=tokens), frozenset(), draft)
     length = 1 + 7 * (1 + tokens)  # whole passes

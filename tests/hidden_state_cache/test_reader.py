@@ -113,6 +113,16 @@ def test_samples_are_copies(tmp_path: Path, write_store: WriteStore) -> None:
     assert (tmp_path / "shard-0-0.safetensors").read_bytes() == before
 
 
+def test_tokens_alone_are_those_of_the_sample(tmp_path: Path, write_store: WriteStore) -> None:
+    """Ids and mask of every sample, also counted from the end, without its features."""
+    write_store()
+    store = FeatureStore.open(tmp_path)
+    for index in range(-len(store), len(store)):
+        ids, mask = store.tokens(index)
+        assert torch.equal(ids, store[index].input_ids) and ids.dtype == torch.int64
+        assert torch.equal(mask, store[index].loss_mask) and mask.dtype == torch.bool
+
+
 def test_out_of_range(tmp_path: Path, write_store: WriteStore) -> None:
     """An index beyond either end raises IndexError, and iteration ends at the last."""
     write_store()
@@ -120,6 +130,8 @@ def test_out_of_range(tmp_path: Path, write_store: WriteStore) -> None:
     for index in (4, -5):
         with pytest.raises(IndexError):
             store[index]
+        with pytest.raises(IndexError):
+            store.tokens(index)
     assert [sample.id for sample in store] == [store[index].id for index in range(4)]
 
 
