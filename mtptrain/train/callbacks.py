@@ -26,13 +26,16 @@ class ShowProgress(L.Callback):
     """One unit a step; goes on from the step a resumed run starts at."""
 
     def __init__(self) -> None:
-        self.stack, self.bar = ExitStack(), None
+        self.stack: ExitStack = ExitStack()
+        self.bar: Progress | None = None
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         assert isinstance(pl_module, DraftModule)
-        total = pl_module.total_steps if trainer.is_global_zero else 0
-        shown = progress("train", total, unit="steps", done=trainer.global_step)
-        self.bar: Progress | None = self.stack.enter_context(shown)
+        if not trainer.is_global_zero:
+            return
+        total, done = pl_module.total_steps, trainer.global_step
+        shown = progress("train", total, unit="steps", done=done)
+        self.bar = self.stack.enter_context(shown)
 
     def on_train_batch_end(
         self,
