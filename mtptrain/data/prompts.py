@@ -90,7 +90,8 @@ def _training(
 def evaluation_prompts(
     settings: DataSettings, record: Path | None, accept: Accept | None = None
 ) -> list[Conversation]:
-    """`data.eval_path`, duplicates and all: a benchmark is measured as it stands. Raises UserError."""
+    """`data.eval_path`, duplicates and all: a benchmark is measured as it stands, but for rows that are not
+    accepted, which are counted. Raises UserError."""
     source, counts = locate(settings.eval_path, "data.eval_path"), Counts()
     settings = replace(settings, duplicates="keep")
     taken = _taken(prompts_of, source, settings, settings.eval_limit, counts, accept)

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from itertools import accumulate
 from time import perf_counter
 
 import torch
@@ -144,7 +145,7 @@ class Engine:
         rows = [[s.token_ids[-1], *c] for s, c in zip(sequences, proposal.token_ids, strict=True)]
         out = self.runner.run_target(sequences, rows)
         lens = [len(r) for r in rows]
-        verdicts = self._verify(sequences, proposal, out.final.split(lens))
+        verdicts = self._verify(sequences, proposal, out.final, lens)
         features = out.features.split(lens)
         accepted = [a for a, _ in verdicts]
         self._advance(
@@ -190,20 +191,22 @@ class Engine:
         return draw_tokens
 
     def _verify(
-        self, sequences: Seq[Sequence], proposal: Proposal, finals: Seq[Tensor]
+        self, sequences: Seq[Sequence], proposal: Proposal, final: Tensor, lens: Seq[int]
     ) -> list[tuple[int, int]]:
         """(accepted, next token) of each sequence."""
         params, chains = sequences[0].params, proposal.token_ids
         if params.temperature == 0:
-            return verify_greedy(
-                chains,
-                lambda rows: self.target.greedy(
-                    torch.stack([finals[i][k] for i, k in rows])
-                ).tolist(),
-            )
+            starts = [0, *accumulate(lens)]
+
+            def best(rows: Seq[tuple[int, int]]) -> list[int]:
+                return self.target.greedy(final[[starts[i] + k for i, k in rows]]).tolist()
+
+            return verify_greedy(chains, best)
         verdicts = []
-        for i, (sequence, chain, final) in enumerate(zip(sequences, chains, finals, strict=True)):
-            p = probabilities(self.target.logits(final), params)
+        for i, (sequence, chain, states) in enumerate(
+            zip(sequences, chains, final.split(list(lens)), strict=True)
+        ):
+            p = probabilities(self.target.logits(states), params)
             q = None if proposal.probs is None else proposal.probs[i]
             verdicts.append(verify_sampled(chain, p, q, proposal.vocab, sequence.generator))
         return verdicts

@@ -124,7 +124,7 @@ class HeldOutCurve(L.Callback):
         batch_idx: int,
     ) -> None:
         assert isinstance(pl_module, DraftModule)
-        if not self.points or not self.data.held_out:
+        if not self.points or not self.data.held_out or not trainer.is_global_zero:
             return
         every = max(1, pl_module.total_steps // self.points)
         if trainer.global_step % every == 0 and pl_module.ends_step(batch_idx):

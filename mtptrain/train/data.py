@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from hidden_state_cache import FeatureStore, StoredSample
+from mtptrain.launch import ALONE, Ranks
 from mtptrain.types import DraftBatch, UserError
 from mtptrain.validate.simulated import pack
 
@@ -63,19 +64,18 @@ def plan_batches(lengths: list[int], batch_tokens: int, epochs: int, seed: int) 
 
 @dataclass(frozen=True)
 class Share:
-    """One rank's part: a step of the optimiser takes `accumulate` batches on each of `ranks`."""
+    """One rank's part: a step of the optimiser takes `accumulate` batches on each rank."""
 
-    rank: int = 0
-    ranks: int = 1
+    ranks: Ranks = ALONE
     accumulate: int = 1
 
     @property
     def batches(self) -> int:
         """Of one step, on all ranks."""
-        return self.ranks * self.accumulate
+        return self.ranks.world * self.accumulate
 
 
-ALONE = Share()
+UNSHARED = Share()
 
 
 class PlannedBatches:
@@ -95,21 +95,24 @@ class PlannedBatches:
         self.plan = plan + [plan[i % len(plan)] for i in range(missing)]
 
     def __len__(self) -> int:
-        return len(self.plan) // self.share.ranks
+        return len(self.plan) // self.share.ranks.world
 
     @property
     def steps(self) -> int:
         return len(self.plan) // self.share.batches
 
     def __iter__(self) -> Iterator[DraftBatch]:
-        first = self.start * self.share.batches + self.share.rank
-        for documents in self.plan[first :: self.share.ranks]:
+        ranks = self.share.ranks
+        first = self.start * self.share.batches + ranks.rank
+        for documents in self.plan[first :: ranks.world]:
             yield self.batch(documents)
 
     def whole_step(self, step: int) -> list[DraftBatch]:
         """Every rank's batches of one step, without features: what there is to count."""
         first = step * self.share.batches
-        return [self._light(documents) for documents in self.plan[first:][: self.share.batches]]
+        return [
+            self._light(documents) for documents in self.plan[first : first + self.share.batches]
+        ]
 
     def _light(self, documents: list[int]) -> DraftBatch:
         tokens = [self.store.tokens(i) for i in documents]
@@ -143,7 +146,7 @@ class StoreData(L.LightningDataModule):
         held_out: int,
         seed: int,
         start: int = 0,
-        share: Share = ALONE,
+        share: Share = UNSHARED,
     ) -> None:
         super().__init__()
         if held_out >= len(store):

@@ -90,7 +90,7 @@ def fit_draft(
         held_out=settings.held_out,
         seed=seed,
         start=int(resume["global_step"]) if resume else 0,
-        share=Share(ranks.rank, ranks.world, settings.accumulate),
+        share=Share(ranks, settings.accumulate),
     )
     steps = data.batches.steps
     scoring = _scoring(draft, target, weights, settings.scored_tokens, seed)

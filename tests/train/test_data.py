@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from hidden_state_cache import FeatureStore
+from mtptrain.launch import Ranks
 from mtptrain.train.data import Share, StoreData, TapColumns, plan_batches
 from mtptrain.types import UserError
 
@@ -70,15 +71,14 @@ def test_ranks_and_accumulation_share_one_plan(
     """A step's batches are next to each other in the plan; together the ranks see each of them once, and the
     last step is filled up from the first ones. A resumed rank goes on at its step."""
     plan = _data(store).batches.plan
-    size, seen = ranks * accumulate, []
+    size = ranks * accumulate
     for rank in range(ranks):
-        share = Share(rank, ranks, accumulate)
+        share = Share(Ranks(rank, ranks, ranks), accumulate)
         batches = StoreData(store, ("final",), **HOW, share=share).batches
         assert batches.plan[: len(plan)] == plan and len(batches.plan) % size == 0
         assert batches.plan[len(plan) :] == (plan * size)[: len(batches.plan) - len(plan)]
         mine = [b.input_ids.tolist() for b in batches]
         assert len(mine) == len(batches) == batches.steps * accumulate
-        seen.append(mine)
         later = StoreData(store, ("final",), **HOW | {"start": 1}, share=share).batches
         assert [b.input_ids.tolist() for b in later] == mine[accumulate:]
         for step in range(batches.steps):

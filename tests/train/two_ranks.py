@@ -1,11 +1,12 @@
 """One rank of a training run, for `test_ranks.py`: torchrun starts it, twice.
 
-Arguments: target folder, store folder, run folder, batches a step, and the step at which rank 1 is killed (-1:
-never). Rank 0 leaves its weights in `weights.safetensors` and its count of rows in `rows`.
+Arguments: target folder, store folder, run folder, the settings as JSON, and the step at which rank 1 is killed
+(-1: never). Rank 0 leaves its weights in `weights.safetensors` and its count of rows in `rows`.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sys
@@ -25,30 +26,8 @@ from mtptrain.train.fit import fit_draft
 from mtptrain.train.module import DraftModule, TrainSettings
 from mtptrain.types import DraftBatch
 
-SETTINGS = TrainSettings(
-    epochs=2,
-    batch_tokens=160,
-    learning_rate=2e-3,
-    optimizer="adamw",
-    muon_steps=5,
-    other_lr_scale=0.1,
-    weight_decay=0.0,
-    warmup=0.05,
-    clip=1.0,
-    unroll_steps=2,
-    unroll_from=0.3,
-    step_decay=0.9,
-    scored_tokens=0,
-    supervise="assistant",
-    held_out=2,
-    curve_points=2,
-    checkpoint_every=2,
-    wandb=False,
-    wandb_mode="offline",
-)
 
-
-def main(target: str, store: str, run: str, accumulate: str, killed_at: str) -> None:
+def main(target: str, store: str, run: str, settings: str, killed_at: str) -> None:
     torch.set_num_threads(1)
     ranks, folder = Ranks.of_environment(), Path(run)
     if ranks.rank == 1 and int(killed_at) >= 0:
@@ -59,7 +38,7 @@ def main(target: str, store: str, run: str, accumulate: str, killed_at: str) -> 
         Target.load(Path(target), "float32", "cpu"),
         FeatureStore.open(Path(store)),
         SdpaBackend(),
-        TrainSettings(**vars(SETTINGS) | {"accumulate": int(accumulate)}),
+        TrainSettings(**json.loads(settings)),
         folder,
         num_draft_tokens=2,
         seed=3,
