@@ -24,6 +24,7 @@ SAME_ROLE = "turns of one role in a row"
 MIDDLE_SYSTEM = "a system turn in the middle"
 NO_ANSWER = "no answer to train on"
 EMPTY_ANSWER = "an answer is empty"
+IN_TURN = ["user", "assistant"] * 16
 
 
 def prompt_turns(turns: list[Turn], settings: DataSettings, changes: set[str]) -> tuple[Turn, ...]:
@@ -58,12 +59,20 @@ def answered_turns(
 def _arranged(turns: list[Turn], settings: DataSettings, changes: set[str]) -> list[Turn]:
     if any(turn.role == "user" and _is_blank(turn.content) for turn in turns):
         raise no_text()
+    if _in_order(turns):
+        return turns
     turns = _from_the_user(_without_empty_system(turns, changes), changes)
     turns = _taking_turns(turns, settings, changes)
     if settings.middle_system == "drop":
         if any(turn.role == "system" for turn in turns[1:]):
             raise DropRow(MIDDLE_SYSTEM)
     return turns
+
+
+def _in_order(turns: list[Turn]) -> bool:
+    """Whether user and assistant speak in turn from the first on: most rows, which need no more looking at."""
+    roles = [turn.role for turn in turns]
+    return roles == IN_TURN[: len(roles)] and bool(roles)
 
 
 def _is_blank(text: str) -> bool:

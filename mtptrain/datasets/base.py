@@ -102,7 +102,7 @@ def parse_json(text: str, part: str = "") -> object:
     no encoder takes."""
     try:
         value = json.loads(text)
-        if "\\ud" in text or "\\uD" in text:  # half of a pair stands for no character
+        if "\\u" in text and ("\\ud" in text or "\\uD" in text):  # half of a pair is no character
             json.dumps(value, ensure_ascii=False).encode()
         return value
     except UnicodeEncodeError:
