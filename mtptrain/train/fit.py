@@ -22,7 +22,7 @@ from mtptrain.attention_backends.base import AttentionBackend
 from mtptrain.datasets.base import evenly
 from mtptrain.drafts.base import Draft, HeadConfig
 from mtptrain.launch import ALONE, Ranks
-from mtptrain.losses.base import FeatureLoss, VocabLoss
+from mtptrain.losses.base import Loss
 from mtptrain.targets.base import Target
 from mtptrain.train.callbacks import (
     HeldOutCurve,
@@ -60,7 +60,7 @@ class TrainResult:
 
 def fit_draft(
     config: HeadConfig,
-    loss: VocabLoss | FeatureLoss,
+    loss: Loss,
     target: Target,
     store: FeatureStore,
     backend: AttentionBackend,

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from mtptrain.attention_backends.base import AttentionBackend
 from mtptrain.drafts.base import Draft
-from mtptrain.losses.base import FeatureLoss, LossSums, VocabLoss, compute
+from mtptrain.losses.base import Loss, LossSums, compute
 from mtptrain.train.muon import Muon
 from mtptrain.train.vocabulary import ScoredTokens, Scoring
 from mtptrain.types import DraftBatch, UserError
@@ -70,7 +70,7 @@ class DraftModule(L.LightningModule):
     def __init__(
         self,
         draft: Draft,
-        loss: VocabLoss | FeatureLoss,
+        loss: Loss,
         settings: TrainSettings,
         backend: AttentionBackend,
         scoring: Scoring,
@@ -135,6 +135,7 @@ class DraftModule(L.LightningModule):
             scored.rows,
             target_rows=torch.cat([s.target_rows for s in steps]),
             step_rows=[len(s.states) for s in steps],
+            origins=torch.cat([s.label_rows - j for j, s in enumerate(steps)]),
         )
 
     def _metrics(self, loss: Tensor, sums: LossSums) -> dict[str, Tensor]:

@@ -10,18 +10,35 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mtptrain.losses.base import FeatureLoss, LossSums, VocabLoss, compute
+from mtptrain.losses.base import Loss, LossSums, VocabLoss, compute
 from mtptrain.losses.cross_entropy import CrossEntropy
+from mtptrain.losses.d_pace import DPace
+from mtptrain.losses.expected_length import ExpectedLength
+from mtptrain.losses.jsd import JSD
 from mtptrain.losses.kl import KL
 from mtptrain.losses.lk import LK
+from mtptrain.losses.log_acceptance import LogAcceptance
+from mtptrain.losses.reverse_kl import ReverseKL
 from mtptrain.losses.smooth_l1 import SmoothL1
 from mtptrain.losses.tv import TV
+from mtptrain.losses.weighted_sum import WeightedSum
 
 R, H, V = 60, 13, 301
-LOSSES = [KL(), TV(), LK(), CrossEntropy(), SmoothL1()]
+VOCAB_LOSSES: list[VocabLoss] = [
+    KL(),
+    ReverseKL(),
+    JSD(),
+    TV(),
+    LK(),
+    LogAcceptance(),
+    CrossEntropy(),
+    ExpectedLength(),
+    DPace(),
+]
+MIXED = WeightedSum({"a": LK(), "b": SmoothL1(), "c": KL()}, {"a": 0.5, "b": 1.0, "c": 0.1})
+LOSSES: list[Loss] = [*VOCAB_LOSSES, SmoothL1(), MIXED]
 every_loss = pytest.mark.parametrize("loss", LOSSES, ids=lambda x: type(x).__name__)
-vocab_losses = pytest.mark.parametrize("loss", LOSSES[:-1], ids=lambda x: type(x).__name__)
-Loss = VocabLoss | FeatureLoss
+vocab_losses = pytest.mark.parametrize("loss", VOCAB_LOSSES, ids=lambda x: type(x).__name__)
 
 
 def _inputs(scale: float = 1.0) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -56,8 +73,7 @@ def test_no_whole_vocabulary_tensor(loss: VocabLoss) -> None:
     draft, target, labels, weights, head = _inputs()
     with _Largest() as largest:
         compute(loss, draft, target, labels, weights, head, chunk_rows=8).loss.backward()
-    terms = 2 if isinstance(loss, LK) else 1
-    assert 8 * V <= largest.elements <= max(terms * 8 * V, V * H) < R * V
+    assert 8 * V <= largest.elements <= max(loss.num_terms * 8 * V, V * H) < R * V
 
 
 @every_loss
@@ -186,11 +202,14 @@ def test_evaluation_without_gradient() -> None:
     assert torch.equal(trained.loss, judged.loss) and not judged.loss.requires_grad
 
 
-def test_perfect_draft() -> None:
+@pytest.mark.parametrize(
+    "loss", [x for x in LOSSES if not isinstance(x, CrossEntropy | DPace | SmoothL1)]
+)
+def test_perfect_draft(loss: Loss) -> None:
     """A draft equal to the target is accepted whole, agrees everywhere and costs nothing."""
     _, target, labels, weights, head = _inputs()
     states = target.clone().requires_grad_()
-    sums = compute(LK(), states, target, labels, weights, head)
+    sums = compute(loss, states, target, labels, weights, head)
     torch.testing.assert_close(sums.acceptance, sums.count)
     torch.testing.assert_close(sums.agreement, sums.count)
     torch.testing.assert_close(sums.loss, torch.zeros(()), rtol=0, atol=1e-4)
