@@ -40,6 +40,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "train.unroll_steps": (1, 1024),
     "train.unroll_from": (0, 1),
     "train.step_decay": (1e-9, 1e9),
+    "train.feature_noise": (0, 1e9),
     "train.scored_tokens": (0, MOST),
     "train.held_out": (0, MOST),
     "train.curve_points": (0, MOST),

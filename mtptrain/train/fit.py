@@ -96,7 +96,7 @@ def fit_draft(
     scoring = _scoring(draft, target, weights, settings.scored_tokens, seed)
     several = data.batches.share.batches > 1
     whole_step = data.batches.whole_step if several else None
-    module = DraftModule(draft, loss, settings, backend, scoring, steps, whole_step)
+    module = DraftModule(draft, loss, settings, backend, scoring, steps, whole_step, seed)
     if data.batches.start < steps:
         curve = HeldOutCurve(data, backend, num_draft_tokens, settings.curve_points)
         trainer = _trainer(settings, folder, data.batches.start, [curve], ranks)

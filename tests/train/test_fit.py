@@ -132,6 +132,7 @@ def test_killed_behind_the_last_checkpoint(fit: Callable[..., TrainResult], tmp_
         {"optimizer": "muon", "learning_rate": 1e-2},
         {"scored_tokens": 64},
         {"accumulate": 2, "checkpoint_every": 3},
+        {"feature_noise": 0.2, "average": "samples"},
     ],
 )
 def test_every_choice_resumes(
@@ -140,8 +141,8 @@ def test_every_choice_resumes(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Muon's momentum is part of the checkpoint, the tokens drawn for a step are a function of the step, and a
-    step of several batches is resumed at its first."""
+    """Muon's momentum is part of the checkpoint, the tokens and the noise drawn for a step are a function of the
+    step, and a step of several batches is resumed at its first."""
     result = fit(tmp_path / "whole", **how)
     with monkeypatch.context() as patch:
         _kill_at(min(7, result.steps - 1), patch)
