@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from mtptrain.losses.lk import LK
 from mtptrain.losses.smooth_l1 import SmoothL1
 from mtptrain.losses.tv import TV
 from mtptrain.losses.weighted_sum import WeightedSum
-from mtptrain.overrides import check
+from mtptrain.overrides import check, search_path
 from mtptrain.types import UserError
 
 R, H, V = 37, 9, 101
@@ -106,6 +107,24 @@ def test_a_command_line_composes_losses() -> None:
     check("fit", words)
     loss = instantiate(compose_config("fit", words).loss)
     assert loss.summands() == ((1.0, KL()), (0.5, LK(eta=2)))
+
+
+def test_a_recipe_of_ones_own_composes_losses(tmp_path: Path) -> None:
+    """Parts come from the group `loss` by name, in a recipe as on the command line."""
+    text = """# @package _global_
+defaults:
+  - override /loss: weighted_sum
+  - /loss@loss.parts.tv: tv
+recipe: own
+loss:
+  weights: {kl: 2.0, cross_entropy: 0.0, tv: 0.5}
+"""
+    file = tmp_path / "recipe" / "own.yaml"
+    file.parent.mkdir()
+    file.write_text(text)
+    check("fit", ["recipe=own"], folder=tmp_path)
+    loss = instantiate(compose_config("fit", [*search_path(tmp_path), "recipe=own"]).loss)
+    assert loss.summands() == ((2.0, KL()), (0.5, TV()))
 
 
 @pytest.mark.parametrize(
