@@ -119,7 +119,7 @@ class MTP(Draft):
         self.taps = config.taps
         self.num_kv_layers = config.depth
         self.max_draft_tokens = None if config.depth == 1 else config.depth
-        self.shares_prefix = config.depth == 1
+        self.shares_prefix = self.grows_trees = config.depth == 1
         self._shared = (target,)  # a tuple hides the frozen target from the module's parameters
         hidden, taps = target.hidden_size, len(config.taps)
         self.steps = nn.ModuleList(
@@ -260,6 +260,15 @@ class MTP(Draft):
         chains = tuple(tuple(x[len(y) :]) for x, y in zip(ids, rows.token_ids, strict=True))
         probs = [d.probs for d in drawn if d.probs is not None]
         return Proposal(chains, torch.stack(probs, 1) if probs else None, self.vocab)
+
+    @torch.inference_mode()
+    def start(self, rows: TrueRows) -> Tensor:
+        outputs = self._run_rows(rows, 0, rows.token_ids, *self._features(rows))
+        return torch.stack([x[-1] for x in outputs])
+
+    @torch.inference_mode()
+    def step(self, ids: Tensor, states: Tensor, positions: Tensor, ctx: ForwardContext) -> Tensor:
+        return self._run(1, ids, states, positions, ctx)
 
     def _features(self, rows: TrueRows) -> tuple[list[int], list[Tensor]]:
         return list(rows.first_rows), list(self._state(rows.features).split(list(rows.lens)))
