@@ -5,8 +5,8 @@ padding is computed; query heads are grouped by stride-0 expansion, so no key is
 Decode and verify: every page is a unit of work for one batched GEMM over the pool as it lies in memory (no
 gathering of keys), and the pages of a sequence are merged by log-sum-exp; a page shared by many sequences
 is read once for all of them. Only pages with a key that some query must not see meet a mask, so that of a
-token tree touches its own few pages, however long the context. Unrolled training steps: step-0 keys plus the row's own later keys.
-It gives up fused kernels: a GPU wants the flashinfer backend.
+token tree touches its own few pages, however long the context. Unrolled training steps: step-0 keys plus
+the row's own later keys. It gives up fused kernels: a GPU wants the flashinfer backend.
 """
 
 from __future__ import annotations
