@@ -78,17 +78,11 @@ def _dynamic(draft: Draft, rows: TrueRows, shape: TreeShape, depth: int) -> list
     found: list[tuple[Tensor, Tensor, Tensor]] = []  # per level: ids, parents, scores [B, F * k]
     for level in range(depth):
         log_probs, ids = _best(draft, states, k)
-        found.append(
-            (
-                ids.flatten(1),
-                node.repeat_interleave(k, 1),
-                (scores[..., None] + log_probs).flatten(1),
-            )
-        )
+        ids, score = ids.flatten(1), (scores[..., None] + log_probs).flatten(1)
+        found.append((ids, node.repeat_interleave(k, 1), score))
         if level + 1 == depth:
             break
-        ids, _, score = found[-1]
-        pick = score.sort(1, descending=True, stable=True).indices[:, :k]
+        pick = score.sort(dim=1, descending=True, stable=True).indices[:, :k]
         above = pick // k
         states, row = run.run(ids.gather(1, pick), _take(states, above), row.gather(1, above))
         scores, node = score.gather(1, pick), count + pick
