@@ -87,6 +87,11 @@ class UnrollStep:
 class DraftConfig(ABC):
     """A frozen dataclass of a mechanism's choices, built by Hydra from the recipe of the same name."""
 
+    @property
+    def grows_trees(self) -> bool:
+        """Whether its draft has `start` and `step`, from which the runtime grows token trees."""
+        return False
+
     @abstractmethod
     def build(self, target: Target) -> Draft:
         """A draft for this target; weights start as the mechanism prescribes."""
@@ -119,7 +124,6 @@ class Draft(nn.Module):
         True  # pages of a common prefix suffice; False where memories matter as well
     )
     vocab: Tensor | None = None  # [Vd] target ids, ascending
-    grows_trees: bool = False  # has `start` and `step`, from which the runtime grows token trees
 
     def unroll(
         self, batch: DraftBatch, steps: int, supervised: Tensor, backend: AttentionBackend

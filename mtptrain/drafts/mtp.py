@@ -54,6 +54,10 @@ class MTPConfig(HeadConfig):
                 f"at most {MAX_DEPTH}"
             )
 
+    @property
+    def grows_trees(self) -> bool:
+        return self.depth == 1
+
     def build(self, target: Target) -> MTP:
         return MTP(self, target)
 
@@ -119,7 +123,7 @@ class MTP(Draft):
         self.taps = config.taps
         self.num_kv_layers = config.depth
         self.max_draft_tokens = None if config.depth == 1 else config.depth
-        self.shares_prefix = self.grows_trees = config.depth == 1
+        self.shares_prefix = config.depth == 1
         self._shared = (target,)  # a tuple hides the frozen target from the module's parameters
         hidden, taps = target.hidden_size, len(config.taps)
         self.steps = nn.ModuleList(

@@ -64,10 +64,8 @@ class Engine:
                 f"num_draft_tokens={limits.num_draft_tokens} does not fit this draft; use 1 to "
                 f"{draft.max_draft_tokens or 'any number'}"
             )
-        if draft is not None and limits.tree.kind and not draft.grows_trees:
-            raise UserError(
-                f"tree.kind={limits.tree.kind} does not fit this draft, which proposes chains; use tree.kind=null"
-            )
+        if draft is not None:
+            limits.tree.require(draft.config)
         self.target, self.draft, self.limits, self.eos_ids = target, draft, limits, eos_ids
         self.capture = bool(capture_taps)
         self.runner = ModelRunner(

@@ -19,6 +19,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from mtptrain.drafts.base import DraftConfig
 from mtptrain.types import UserError
 
 ROOT = -1
@@ -46,9 +47,16 @@ class TreeShape:
             raise UserError(
                 f"tree.kind={self.kind} is unknown; use static, dynamic or null (a chain)"
             )
-        if not 1 <= self.nodes <= 1024 or not 1 <= self.top_k <= 64:
+        if self.nodes < 1 or self.top_k < 1:
             raise UserError(
-                f"tree.nodes={self.nodes} must lie in 1 to 1024 and tree.top_k={self.top_k} in 1 to 64"
+                f"tree.nodes={self.nodes} and tree.top_k={self.top_k} must both be at least 1"
+            )
+
+    def require(self, draft: DraftConfig) -> None:
+        """Raises UserError where this draft cannot propose such trees."""
+        if self.kind is not None and not draft.grows_trees:
+            raise UserError(
+                f"tree.kind={self.kind} does not fit this draft, which proposes chains; use tree.kind=null"
             )
 
     @property

@@ -93,7 +93,8 @@ def replay(
         params = SamplingParams(at, max_new_tokens=settings.max_new_tokens, seed=seed)
         done = _generate(runner, asked, params, name)
         measured = measure_acceptance(done, num_draft_tokens, seed)
-        sampling = Sampling(at, num_draft_tokens, None, seed, batch_size)
+        tree = runner.limits.tree.name
+        sampling = Sampling(at, num_draft_tokens, tree, seed, batch_size)
         speed = _speed(alone.times, runner.times)
         return measured_run(measured, sampling, speed), done
 
