@@ -21,7 +21,6 @@ from mtptrain.types import Completion, Conversation, Request, Turn, UserError
 from mtptrain.validate.replay import ReplaySettings, compare, replay
 from mtptrain.validate.report import Report, load_report, write_report
 
-
 CHAIN = TreeShape()
 
 
