@@ -95,12 +95,12 @@ def verify_trees(trees: Sequence[Tree], says: Best) -> list[tuple[list[int], int
 def say_sampled(law: Tensor, children: Sequence[int], generator: torch.Generator) -> int:
     """A token of `law` [V], found by trying the distinct `children` first: child c is accepted with probability
     p(c), else p(c) becomes 0 and the rest is renormalised; draws one number per test and one for the token."""
-    left = law.double().cpu()
+    left = law.to("cpu", torch.float64, copy=True)
     for child in children:
         u = torch.rand(1, generator=generator, dtype=torch.float64)
         if bool(u * left.sum() < left[child]):
             return child
-        left = left.index_fill(0, torch.tensor([child]), 0)
+        left[child] = 0
     return _draw_one(left, float(torch.rand(1, generator=generator, dtype=torch.float64)))
 
 

@@ -104,6 +104,7 @@ def test_a_tree_is_named_and_counted_as_one(run: Callable[..., Report]) -> None:
     assert value is not None and of_chain is not None and of_chain < value <= 4
     assert len(report.accepted_histogram) == 4
     assert report.acceptance_rate == pytest.approx((value - 1) / 12)
+    assert report.simulated_acceptance_length is None  # which is a chain's
 
 
 def test_acceptance_does_not_depend_on_the_batch(run: Callable[..., Report]) -> None:
