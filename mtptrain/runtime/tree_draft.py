@@ -28,9 +28,7 @@ class TreeRows:
         """Runs k nodes of each sequence: their tokens [B, k], the states [B, k, H] that proposed them, and the
         rows [B, k] of their parents, ROOT below the true rows. Returns their states and rows."""
         (batch, new), old = ids.shape, self.seen.shape[1]
-        above = F.pad(
-            self.seen, (0, 0, 0, 1)
-        )  # behind the last row: what ROOT points to sees no row
+        above = F.pad(self.seen, (0, 0, 0, 1))  # ROOT points to a last row that sees nothing
         above = above.gather(1, (parents % (old + 1))[..., None].expand(-1, -1, old))
         mine = torch.cat([above, torch.eye(new, dtype=torch.bool).expand(batch, -1, -1)], -1)
         self.seen = torch.cat([F.pad(self.seen, (0, new)), mine], 1)
@@ -48,9 +46,7 @@ def propose_tree(draft: Draft, rows: TrueRows, shape: TreeShape, depth: int) -> 
     """A tree for each sequence, at most `depth` deep; refills the draft's pages as `propose` does."""
     grow = _dynamic if shape.kind == "dynamic" else _static
     trees = grow(draft, rows, shape, depth)
-    return Proposal(
-        tuple(t.token_ids for t in trees), parents=tuple(tuple(t.parents) for t in trees)
-    )
+    return Proposal(tuple(t.token_ids for t in trees), parents=tuple(t.parents for t in trees))
 
 
 def _best(draft: Draft, states: Tensor, k: int) -> tuple[Tensor, Tensor]:
