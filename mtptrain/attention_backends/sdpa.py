@@ -51,9 +51,7 @@ class PagePlan:
     shared: tuple[SharedPage, ...]
     owner: Tensor  # [E] int64, sequence of each entry; B stands for nobody
     masked: Tensor  # [M] int64, the entries with a key that some query does not see
-    masked_rows: (
-        Tensor  # [M, 1 or Q, page_size] row index of their keys, for a tree as each query counts
-    )
+    masked_rows: Tensor  # [M, 1 or Q, page_size] rows of their keys, as each query counts
     bias: Tensor  # [M, 1, 1, Q, page_size], 0 or -inf
     row_of: Tensor  # [B, Q] int64, packed row of each query, padded with the sequence's last row
     padded_of: Tensor  # [T] int64, inverse: place in [B * Q] of each packed row

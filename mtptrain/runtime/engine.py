@@ -3,8 +3,8 @@
 One loop: admit, then either a prefill step or a decode step. With a draft, a decode step lets the draft
 refill its pages with true features and propose, runs one verify pass of the target, and rolls back by
 length: what was not accepted is overwritten by the next rows. Of a token tree the accepted path is first moved
-to where a chain's rows lie. Without one it is plain batched decoding, the
-reference that speculation must equal. It gives up streaming: a completion is handed over when it is whole.
+to where a chain's rows lie. Without a draft it is plain batched decoding, the reference that speculation must
+equal. It gives up streaming: a completion is handed over when it is whole.
 """
 
 from __future__ import annotations
