@@ -38,9 +38,7 @@ class TreeShape:
 
     kind: Literal["static", "dynamic"] | None = None  # None: a chain
     nodes: int = 59  # of a dynamic tree; its root, the newest token, makes one row more
-    top_k: int = (
-        10  # of a dynamic tree: nodes that go on at a level, and children looked at of each
-    )
+    top_k: int = 10  # of a dynamic tree: nodes that go on at a level, and best children of each
 
     def __post_init__(self) -> None:
         if self.kind not in (None, "static", "dynamic"):
@@ -62,11 +60,8 @@ class TreeShape:
     @property
     def name(self) -> str | None:
         """As a report says it."""
-        return (
-            f"dynamic, {self.nodes} nodes, top {self.top_k}"
-            if self.kind == "dynamic"
-            else self.kind
-        )
+        whole = self.kind != "dynamic"
+        return self.kind if whole else f"dynamic, {self.nodes} nodes, top {self.top_k}"
 
     def most_rows(self, depth: int) -> int:
         """Rows behind the true ones that draft and target need at most for a proposal of this depth."""
