@@ -14,6 +14,8 @@ from mtptrain.types import UserError
 MOST = 10**12  # of anything that is counted
 RANGES: dict[str, tuple[float, float]] = {
     "num_draft_tokens": (1, 1024),
+    "tree.nodes": (1, 1024),
+    "tree.top_k": (1, 64),
     "temperature": (0, 1000),
     "batch_size": (1, MOST),
     "seed": (0, 2**32 - 1),  # what torch, numpy and Lightning all take

@@ -98,8 +98,9 @@ class Request:
 
 @dataclass(frozen=True)
 class VerifyPass:
-    """One target forward over a proposal: `accepted` of `proposed` drafted tokens held; it emitted accepted + 1
-    tokens, of which `emitted` were kept (fewer only where the answer ended inside the pass)."""
+    """One target forward over a proposal: `accepted` of `proposed` drafted tokens (of a token tree: of all its
+    nodes) held; it emitted accepted + 1 tokens, of which `emitted` were kept (fewer only where the answer ended
+    inside the pass)."""
 
     proposed: int
     accepted: int

@@ -24,8 +24,11 @@ from mtptrain.types import DraftBatch
 class Pages(Protocol):
     """The draft's layers of the shared KV pool, for the sequences of one step."""
 
-    def context(self, first_rows: Sequence[int], lens: Sequence[int]) -> ForwardContext:
-        """A context for rows first..first + len - 1 of each sequence; what lies above is overwritten."""
+    def context(
+        self, first_rows: Sequence[int], lens: Sequence[int], tails: Sequence[Tensor] | None = None
+    ) -> ForwardContext:
+        """A context for rows first..first + len - 1 of each sequence; what lies above is overwritten.
+        `tails` says what each row of a token tree sees, as in `PagedBatch`."""
         ...
 
 
@@ -58,13 +61,18 @@ Draw = Callable[[Tensor], Drawn]  # logits [B, Vd] -> Drawn
 
 @dataclass(frozen=True, eq=False)
 class Proposal:
-    """A chain for each of B sequences. `token_ids` may be ragged; an empty chain means no proposal."""
+    """A chain or a token tree for each of B sequences. `token_ids` may be ragged; an empty one means no proposal.
+
+    Where `parents` are given, all are trees whose tokens are certain: the parent of token i is token
+    parents[i] < i, or the newest true token where that is -1 (see `runtime.tree`).
+    """
 
     token_ids: tuple[tuple[int, ...], ...]
     probs: Tensor | None = None  # [B, D, Vd]; None: every token was certain (q is a point mass)
     vocab: Tensor | None = (
         None  # [Vd] target id of each draft id; None: the target's own vocabulary
     )
+    parents: tuple[tuple[int, ...], ...] | None = None  # None: chains
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,6 +86,11 @@ class UnrollStep:
 
 class DraftConfig(ABC):
     """A frozen dataclass of a mechanism's choices, built by Hydra from the recipe of the same name."""
+
+    @property
+    def grows_trees(self) -> bool:
+        """Whether its draft has `start` and `step`, from which the runtime grows token trees."""
+        return False
 
     @abstractmethod
     def build(self, target: Target) -> Draft:
@@ -138,6 +151,14 @@ class Draft(nn.Module):
 
     def propose(self, rows: TrueRows, num_draft_tokens: int, draw: Draw) -> Proposal:
         """Refills pages with the true rows, then drafts from each sequence's last row."""
+        raise NotImplementedError
+
+    def start(self, rows: TrueRows) -> Tensor:
+        """Refills pages with the true rows; the state of each sequence's last one, [B, H]."""
+        raise NotImplementedError
+
+    def step(self, ids: Tensor, states: Tensor, positions: Tensor, ctx: ForwardContext) -> Tensor:
+        """One drafted row each: reads token `ids` [T] behind the state that proposed it; states [T, H] to [T, H]."""
         raise NotImplementedError
 
     def head_rows(self) -> Tensor:

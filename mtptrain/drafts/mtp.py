@@ -54,6 +54,10 @@ class MTPConfig(HeadConfig):
                 f"at most {MAX_DEPTH}"
             )
 
+    @property
+    def grows_trees(self) -> bool:
+        return self.depth == 1
+
     def build(self, target: Target) -> MTP:
         return MTP(self, target)
 
@@ -260,6 +264,15 @@ class MTP(Draft):
         chains = tuple(tuple(x[len(y) :]) for x, y in zip(ids, rows.token_ids, strict=True))
         probs = [d.probs for d in drawn if d.probs is not None]
         return Proposal(chains, torch.stack(probs, 1) if probs else None, self.vocab)
+
+    @torch.inference_mode()
+    def start(self, rows: TrueRows) -> Tensor:
+        outputs = self._run_rows(rows, 0, rows.token_ids, *self._features(rows))
+        return torch.stack([x[-1] for x in outputs])
+
+    @torch.inference_mode()
+    def step(self, ids: Tensor, states: Tensor, positions: Tensor, ctx: ForwardContext) -> Tensor:
+        return self._run(1, ids, states, positions, ctx)
 
     def _features(self, rows: TrueRows) -> tuple[list[int], list[Tensor]]:
         return list(rows.first_rows), list(self._state(rows.features).split(list(rows.lens)))

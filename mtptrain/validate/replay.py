@@ -83,6 +83,7 @@ def replay(
         raise UserError(f"batch_size={batch_size} must be at least 1")
     greedy = SamplingParams(max_new_tokens=settings.max_new_tokens, seed=seed)
     alone = engine(batch_size, capture_taps=draft.taps)
+    tree = alone.limits.tree
     plain = _plain(alone, conversations, chat, greedy)
     requests = [c.request for c in plain]
 
@@ -93,7 +94,7 @@ def replay(
         params = SamplingParams(at, max_new_tokens=settings.max_new_tokens, seed=seed)
         done = _generate(runner, asked, params, name)
         measured = measure_acceptance(done, num_draft_tokens, seed)
-        sampling = Sampling(at, num_draft_tokens, None, seed, batch_size)
+        sampling = Sampling(at, num_draft_tokens, tree.name, seed, batch_size)
         speed = _speed(alone.times, runner.times)
         return measured_run(measured, sampling, speed), done
 
@@ -102,9 +103,9 @@ def replay(
     if settings.sampled_prompts and temperature == 0:
         some = evenly(requests, settings.sampled_prompts)
         sampled, _ = together(1.0, some, "draft and target, T=1")
-    walked = measure_acceptance(
-        list(simulate(draft, plain, num_draft_tokens, backend)), num_draft_tokens
-    )
+    walked = None  # the walk goes over chains
+    if tree.kind is None:
+        walked = _simulated(draft, plain, num_draft_tokens, backend)
     ngram = measure_acceptance(list(simulate_ngram(plain, num_draft_tokens)), num_draft_tokens)
     return assemble(
         run,
@@ -112,7 +113,7 @@ def replay(
         draft=draft_name,
         provenance=origin(),
         baselines=Baselines(Baseline(ngram.tokens_per_step)),
-        simulated_acceptance_length=walked.acceptance_length.value,
+        simulated_acceptance_length=walked,
         lossless=compare(plain, speculative) if temperature == 0 else None,
         sampled=sampled,
         warnings=warnings,
@@ -127,6 +128,13 @@ def compare(plain: Sequence[Completion], speculative: Sequence[Completion]) -> L
         checked += len(a.output_ids)
         mismatches += max(len(a.output_ids), len(b.output_ids)) - same
     return Lossless(checked, mismatches)
+
+
+def _simulated(
+    draft: Draft, plain: Sequence[Completion], num_draft_tokens: int, backend: AttentionBackend
+) -> float | None:
+    passes = list(simulate(draft, plain, num_draft_tokens, backend))
+    return measure_acceptance(passes, num_draft_tokens).acceptance_length.value
 
 
 def _plain(

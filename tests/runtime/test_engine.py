@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from scipy import stats
+from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from mtptrain.attention_backends.base import AttentionBackend, ForwardContext
@@ -19,9 +21,12 @@ from mtptrain.drafts.mtp import MTPConfig
 from mtptrain.drafts.ngram import NgramConfig
 from mtptrain.runtime.engine import Engine
 from mtptrain.runtime.kv_pages import PageBook
-from mtptrain.runtime.scheduler import EngineLimits, Scheduler
+from mtptrain.runtime.model_runner import ModelRunner
+from mtptrain.runtime.scheduler import EngineLimits, Scheduler, Sequence
+from mtptrain.runtime.tree import TreeShape
 from mtptrain.targets.base import Target
 from mtptrain.types import Completion, Request, Sample, SamplingParams, UserError
+from mtptrain.validate.acceptance import measure_acceptance
 
 NEW = 24
 GREEDY = SamplingParams(max_new_tokens=NEW)
@@ -33,6 +38,7 @@ TIGHT = EngineLimits(max_batch=3, max_prefill_tokens=7, page_size=4, num_pages=7
 class Case:
     config: DraftConfig
     num_draft_tokens: int
+    tree: TreeShape = TreeShape()
 
 
 CASES = {
@@ -43,6 +49,11 @@ CASES = {
     "several taps": Case(MTPConfig(taps=("layer.1", "final_prenorm", "final")), 3),
     "reduced vocabulary": Case(MTPConfig(draft_vocab=tuple(range(0, 512, 2))), 3),
     "prompt lookup": Case(NgramConfig(), 4),
+    "static tree": Case(MTPConfig(), 5, TreeShape("static")),
+    "dynamic tree": Case(MTPConfig(), 4, TreeShape("dynamic", 40, 5)),
+    "tree of a reduced vocabulary": Case(
+        MTPConfig(draft_vocab=tuple(range(0, 512, 2))), 3, TreeShape("dynamic", 9, 3)
+    ),
 }
 every_case = pytest.mark.parametrize("name", CASES)
 every_limit = pytest.mark.parametrize(
@@ -69,7 +80,7 @@ def run(
         if case is not None:
             trained = isinstance(case.config, MTPConfig)
             draft = fit_head(case.config) if trained else case.config.build(tiny_target)
-            limits = replace(limits, num_draft_tokens=case.num_draft_tokens)
+            limits = replace(limits, num_draft_tokens=case.num_draft_tokens, tree=case.tree)
         engine = Engine(tiny_target, backend, limits, tiny_chat.eos_ids, draft, taps)
         return engine.generate(requests, params)
 
@@ -161,7 +172,7 @@ def test_the_drafts_acceptance_does_not_depend_on_batch_or_chunks(
     run: Callable[..., list[Completion]], requests: list[Request]
 ) -> None:
     """The passes themselves, not only the tokens, are the same alone, batched and in tiny chunks."""
-    for name in ("shared module", "three modules", "prompt lookup"):
+    for name in ("shared module", "three modules", "prompt lookup", "dynamic tree"):
         alone, batched, tight = (
             run(requests[:4], limits, CASES[name])
             for limits in (EngineLimits(max_batch=1), EngineLimits(max_batch=8), TIGHT)
@@ -175,7 +186,7 @@ def test_answers_end_inside_a_pass_at_their_length(
     """Every length from 1 on is a prefix of the longer answer, with speculation as without."""
     for length in range(1, 7):
         params = replace(GREEDY, max_new_tokens=length)
-        for case in (None, CASES["shared module"]):
+        for case in (None, CASES["shared module"], CASES["dynamic tree"]):
             done = run(requests[:4], EngineLimits(), case, params)
             assert _tokens(done) == [x[:length] for x in reference[:4]]
 
@@ -189,6 +200,92 @@ def test_prompts_of_a_few_tokens(
     requests = [Request(str(i), "all", (40 + i, 41, 42)[:length]) for i in range(3)]
     limits = EngineLimits(max_prefill_tokens=1)
     assert _tokens(run(requests, limits, CASES[name])) == _tokens(run(requests))
+
+
+# ---- trees ------------------------------------------------------------------------------------------------
+
+
+def test_a_tree_accepts_more_than_the_chain_of_the_same_head(
+    run: Callable[..., list[Completion]], requests: list[Request]
+) -> None:
+    """Of the same trained head at the same depth the dynamic tree accepts more tokens a pass, in fewer passes;
+    neither of its paths nor of its nodes more than were asked for."""
+    chain, tree = (
+        run(requests[:16], EngineLimits(max_batch=5), Case(MTPConfig(), 4, shape))
+        for shape in (TreeShape(), TreeShape("dynamic", 24, 4))
+    )
+    assert _tokens(chain) == _tokens(tree)
+    of_chain, of_tree = (measure_acceptance(x, 4) for x in (chain, tree))
+    lengths = [x.acceptance_length.value for x in (of_chain, of_tree)]
+    assert lengths[0] is not None and lengths[1] is not None and lengths[1] > lengths[0] + 0.1
+    assert of_tree.passes < of_chain.passes
+    assert {p.proposed for c in tree for p in c.passes} == {24}
+    assert max(p.accepted for c in tree for p in c.passes) <= 4
+
+
+def test_a_tree_of_one_child_is_the_chain(
+    run: Callable[..., list[Completion]], requests: list[Request]
+) -> None:
+    """With one node at a level the passes themselves are those of the chain."""
+    chain, tree = (
+        run(requests[:8], EngineLimits(max_batch=3), Case(MTPConfig(), 4, shape))
+        for shape in (TreeShape(), TreeShape("dynamic", 4, 1))
+    )
+    assert [c.passes for c in chain] == [c.passes for c in tree]
+
+
+def test_the_rows_of_an_accepted_path_are_those_of_a_chain(
+    run: Callable[..., list[Completion]], requests: list[Request], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Keys and values of every kept token, in every layer of the target, equal those of plain decoding, though
+    nodes were accepted that did not lie where a chain has them."""
+    moved: list[bool] = []
+    ends: dict[str, dict[int, Tensor]] = {"plain": {}, "tree": {}}
+    keep_paths = ModelRunner.keep_paths
+
+    def spy(self: ModelRunner, sequences: list[Sequence], paths: list[list[int]]) -> None:
+        keep_paths(self, sequences, paths)
+        moved.extend(path != list(range(len(path))) for path in paths)
+
+    def read(runner: ModelRunner, sequence: Sequence) -> Tensor:
+        pool, n = runner.pool, runner.target.num_layers
+        layers = torch.stack([*pool.keys[:n], *pool.values[:n]], 1)[sequence.pages]
+        return layers.permute(1, 0, 3, 2, 4).flatten(1, 2)[:, : sequence.kv_len].clone()
+
+    for name, case in (("plain", None), ("tree", CASES["dynamic tree"])):
+        store = ModelRunner.store_features
+
+        def note(
+            self: ModelRunner,
+            sequences: list[Sequence],
+            *rest: Any,
+            store: Any = store,
+            name: str = name,
+        ) -> None:
+            store(self, sequences, *rest)
+            ends[name].update({s.place: read(self, s) for s in sequences})
+
+        with monkeypatch.context() as patch:
+            patch.setattr(ModelRunner, "keep_paths", spy)
+            patch.setattr(ModelRunner, "store_features", note)
+            run(requests[:4], TIGHT, case)
+    assert any(moved)
+    for place, plain in ends["plain"].items():
+        rows = min(plain.shape[1], ends["tree"][place].shape[1])
+        assert rows > len(requests[place].prompt_ids) + 3
+        torch.testing.assert_close(
+            ends["tree"][place][:, :rows], plain[:, :rows], atol=1e-4, rtol=1e-4
+        )
+
+
+def test_a_draft_that_grows_no_trees_is_the_users_error(
+    tiny_target: Target, backend: AttentionBackend
+) -> None:
+    """Prompt lookup and a head of several modules propose chains; the message says how to ask for one."""
+    limits = EngineLimits(num_draft_tokens=2, tree=TreeShape("static"))
+    for config in (NgramConfig(), MTPConfig(depth=3)):
+        with pytest.raises(UserError, match="proposes chains; use tree.kind=null"):
+            Engine(tiny_target, backend, limits, frozenset(), config.build(tiny_target))
 
 
 # ---- shared pages and captured features ------------------------------------------------------------------
@@ -210,7 +307,7 @@ def test_prompts_that_share_a_prefix_share_its_pages(
         return pages
 
     monkeypatch.setattr(PageBook, "shared_prefix", spy)
-    for case in (None, CASES["shared module"]):
+    for case in (None, CASES["shared module"], CASES["dynamic tree"]):
         found.clear()
         assert _tokens(run(requests[:8], TIGHT, case)) == reference[:8]
         assert sum(n > 2 for n in found) >= 5
@@ -270,13 +367,15 @@ def test_no_page_leaks(
     monkeypatch.setattr(Scheduler, "__init__", spy)
     for case in (None, *CASES.values()):
         run(requests[:5], TIGHT, case, replace(GREEDY, max_new_tokens=6))
-    assert len(books) == 8 and all(b.available == TIGHT.num_pages for b in books)
+    assert len(books) == 1 + len(CASES) and all(b.available == TIGHT.num_pages for b in books)
 
 
 # ---- sampling --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["shared module", "three modules", "prompt lookup"])
+@pytest.mark.parametrize(
+    "name", ["shared module", "three modules", "prompt lookup", "dynamic tree"]
+)
 def test_sampled_answers_do_not_depend_on_the_batch(
     run: Callable[..., list[Completion]], requests: list[Request], name: str
 ) -> None:
@@ -343,8 +442,18 @@ def _pvalue(counts: np.ndarray, law: np.ndarray) -> float:
         Case(MTPConfig(draft_vocab=(1, 2, 4)), 2),
         Case(MTPConfig(depth=2), 2),
         Case(NgramConfig(min_ngram=1), 2),
+        Case(MTPConfig(), 2, TreeShape("static")),
+        Case(MTPConfig(), 2, TreeShape("dynamic", 4, 2)),
     ],
-    ids=["plain", "shared module", "reduced vocabulary", "two modules", "prompt lookup"],
+    ids=[
+        "plain",
+        "shared module",
+        "reduced vocabulary",
+        "two modules",
+        "prompt lookup",
+        "static tree",
+        "dynamic tree",
+    ],
 )
 def test_sampled_speculation_has_the_targets_law(
     small_target: Target, backend: AttentionBackend, case: Case | None
@@ -353,7 +462,9 @@ def test_sampled_speculation_has_the_targets_law(
     against the target's exact law."""
     requests = [Request(str(i), "all", PROMPT) for i in range(3000)]
     params = SamplingParams(1.0, max_new_tokens=3, seed=1)
-    limits = EngineLimits(max_batch=512, num_draft_tokens=case.num_draft_tokens if case else 0)
+    limits = EngineLimits(max_batch=512)
+    if case:
+        limits = replace(limits, num_draft_tokens=case.num_draft_tokens, tree=case.tree)
     draft = case.config.build(small_target) if case else None
     engine = Engine(small_target, backend, limits, frozenset(), draft)
     done = engine.generate(requests, params)

@@ -12,7 +12,8 @@ from scipy import stats
 from torch import Tensor
 
 from mtptrain.runtime.sampler import draw, generator, uniforms
-from mtptrain.runtime.verify import verify_greedy, verify_sampled
+from mtptrain.runtime.tree import ROOT, Tree
+from mtptrain.runtime.verify import say_sampled, verify_greedy, verify_sampled, verify_trees
 
 V, D, TRIALS = 8, 2, 6000
 
@@ -137,3 +138,123 @@ def test_a_sequence_draws_only_from_its_own_stream() -> None:
     accepted, _ = verify_sampled((5, 5), torch.full((3, V), 1 / V), None, None, stream)
     torch.rand(accepted + 2 if accepted < 2 else 3, generator=twin, dtype=torch.float64)
     assert torch.equal(stream.get_state(), twin.get_state())
+
+
+# ---- trees -----------------------------------------------------------------------------------------------
+
+BUSH = Tree((1, 4, 1, 2, 1, 6, 3), (ROOT, ROOT, 0, 0, 1, 4, 4))
+
+
+@pytest.mark.parametrize(
+    ("best", "verdict"),
+    [
+        ([1, 2, 0, 0, 7, 0, 0, 0], ([0, 3], 7)),  # rows: the root's, then the nodes'
+        ([4, 0, 1, 0, 0, 6, 5, 0], ([1, 4, 5], 5)),
+        ([2, 1, 1, 1, 1, 1, 1, 1], ([], 2)),
+        ([1, 6, 0, 0, 0, 0, 0, 0], ([0], 6)),
+    ],
+)
+def test_greedy_takes_the_longest_path_that_the_target_says(
+    best: list[int], verdict: tuple[list[int], int]
+) -> None:
+    """Among all paths from the root whose every token is the best behind the one before, the longest; the
+    emitted token is the best at its end."""
+
+    def holds(path: list[int]) -> bool:
+        rows = [0, *(node + 1 for node in path)]
+        return all(BUSH.token_ids[node] == best[row] for node, row in zip(path, rows, strict=False))
+
+    paths = [[]]
+    for node, parent in enumerate(BUSH.parents):
+        paths.append([*(paths[parent + 1]), node])
+    longest = max(filter(holds, paths), key=len)
+    assert longest == verdict[0]
+    assert verify_trees([BUSH], lambda rows: [best[k] for _, k in rows]) == [verdict]
+
+
+def test_trees_ask_for_rows_on_their_path_only() -> None:
+    """All trees at once, level by level; an empty tree asks once, for its root."""
+    best, asked = [[4, 0, 9, 0, 0, 0, 0, 0], [6]], []
+
+    def look(rows: Sequence[tuple[int, int]]) -> list[int]:
+        asked.append(list(rows))
+        return [best[i][k] for i, k in rows]
+
+    assert verify_trees([BUSH, Tree((), ())], look) == [([1], 9), ([], 6)]
+    assert asked == [[(0, 0), (1, 0)], [(0, 2)]]
+
+
+def test_a_chain_verified_as_a_tree_is_the_chain() -> None:
+    """Tree and chain agree wherever the first difference is."""
+    chain = (3, 5, 5)
+    tree = Tree(chain, (ROOT, 0, 1))
+    for best in ([3, 5, 5, 1], [3, 5, 1, 1], [3, 2, 5, 1], [0, 5, 5, 1]):
+        ((accepted, token),) = verify_greedy([chain], lambda rows, b=best: [b[k] for _, k in rows])
+        ((path, same),) = verify_trees([tree], lambda rows, b=best: [b[k] for _, k in rows])
+        assert (path, same) == (list(range(accepted)), token)
+
+
+TREES = {
+    "bush": BUSH,
+    "every token": Tree(tuple(range(V)), (ROOT,) * V),
+    "chain": Tree((1, 1), (ROOT, 0)),
+    "nothing": Tree((), ()),
+}
+
+
+@pytest.mark.parametrize("certain", [False, True], ids=["sampled", "one token is certain"])
+@pytest.mark.parametrize("name", TREES)
+def test_what_a_tree_emits_follows_the_targets_law(name: str, certain: bool) -> None:
+    """12,000 walks pass a chi-square test: the first emitted token against the root's law, and behind each
+    accepted node the next one against that node's own."""
+    tree = TREES[name]
+    laws = torch.softmax(1.5 * torch.randn(len(tree.parents) + 1, V, generator=generator(7, 0)), -1)
+    if certain:
+        laws[0] = torch.eye(V)[4]
+    seen: dict[int, Counter[int]] = {}
+    for place in range(2 * TRIALS):
+        stream = generator(11, place)
+
+        def says(rows: Sequence[tuple[int, int]], stream: torch.Generator = stream) -> list[int]:
+            return [
+                say_sampled(laws[k], list(tree.children.get(k - 1, {})), stream) for _, k in rows
+            ]
+
+        ((path, token),) = verify_trees([tree], says)
+        rows = [0, *(node + 1 for node in path)]
+        for row, said in zip(rows, [*(tree.token_ids[x] for x in path), token], strict=True):
+            seen.setdefault(row, Counter())[said] += 1
+    for row, counts in seen.items():
+        total = sum(counts.values())
+        law = laws[row].double() / laws[row].double().sum()
+        likely = [x for x in range(V) if float(law[x]) > 0]
+        assert set(counts) <= set(likely)
+        if len(likely) > 1 and total > 300:
+            expected = [float(law[x]) * total for x in likely]
+            observed = [counts[x] for x in likely]
+            scale = sum(observed) / sum(expected)
+            assert stats.chisquare(observed, [e * scale for e in expected]).pvalue > 1e-3
+    inner = {p + 1 for p in tree.parents if p != ROOT}
+    assert certain or inner <= set(seen)
+
+
+def test_a_node_goes_on_with_the_mass_of_all_its_children() -> None:
+    """Acceptance at a node is the sum of its children's probabilities, in whatever order they are tried."""
+    law = torch.softmax(torch.randn(V, generator=generator(8, 0)), -1)
+    children = [6, 1, 3]
+    mass = float(law[children].sum())
+    for order in (children, children[::-1]):
+        says = [say_sampled(law, order, generator(12, i)) for i in range(TRIALS)]
+        share = sum(x in children for x in says) / TRIALS
+        assert abs(share - mass) < 4 * (mass * (1 - mass) / TRIALS) ** 0.5
+
+
+def test_a_tree_draws_one_number_for_every_test_and_one_for_the_token() -> None:
+    """The stream of a sequence goes on where it should, wherever the walk ended."""
+    law = torch.tensor([0.5, 0.25, 0.25])
+    for place in range(20):
+        stream, twin = generator(0, place), generator(0, place)
+        said = say_sampled(law, [2, 1], stream)
+        numbers = {2: 1, 1: 2, 0: 3}[said]
+        torch.rand(numbers, generator=twin, dtype=torch.float64)
+        assert torch.equal(stream.get_state(), twin.get_state())
