@@ -9,8 +9,8 @@ be trained leaves `unroll` alone; one that keeps no pages leaves `refill` alone.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from mtptrain.attention_backends.base import AttentionBackend, ForwardContext
 from mtptrain.targets.base import Target
-from mtptrain.types import DraftBatch
+from mtptrain.types import Completion, DraftBatch
 
 
 class Pages(Protocol):
@@ -27,6 +27,21 @@ class Pages(Protocol):
     def context(self, first_rows: Sequence[int], lens: Sequence[int]) -> ForwardContext:
         """A context for rows first..first + len - 1 of each sequence; what lies above is overwritten."""
         ...
+
+
+@dataclass(frozen=True, eq=False)
+class SomePages:
+    """The pages of `places` among the `count` sequences of a step."""
+
+    pages: Pages
+    places: tuple[int, ...]
+    count: int
+
+    def context(self, first_rows: Sequence[int], lens: Sequence[int]) -> ForwardContext:
+        first, rows = [0] * self.count, [0] * self.count
+        for place, a, n in zip(self.places, first_rows, lens, strict=True):
+            first[place], rows[place] = a, n
+        return self.pages.context(first, rows)
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,6 +58,20 @@ class TrueRows:
     features: Tensor  # [T, W]
     pages: Pages
     memories: tuple[dict[str, Any], ...]  # per sequence, what the draft itself keeps between steps
+    common: dict[str, Any] = field(default_factory=dict)  # kept over all sequences of one engine
+
+    def some(self, places: Sequence[int]) -> TrueRows:
+        """The rows of some of the sequences, ascending."""
+        parts = self.features.split(list(self.lens))
+        return replace(
+            self,
+            token_ids=tuple(self.token_ids[i] for i in places),
+            first_rows=tuple(self.first_rows[i] for i in places),
+            lens=tuple(self.lens[i] for i in places),
+            features=torch.cat([self.features[:0], *(parts[i] for i in places)]),
+            pages=SomePages(self.pages, tuple(places), len(self.lens)),
+            memories=tuple(self.memories[i] for i in places),
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,18 +82,28 @@ class Drawn:
     probs: Tensor | None  # [B, Vd]; None: a point mass (greedy)
 
 
-Draw = Callable[[Tensor], Drawn]  # logits [B, Vd] -> Drawn
+class Draw(Protocol):
+    """Draws a token for each row of logits from the stream of its sequence."""
+
+    def __call__(self, logits: Tensor, among: Sequence[int] | None = None) -> Drawn:
+        """logits [B, Vd]; of the sequences `among` all those of the step, where not all have a row."""
+        ...
 
 
 @dataclass(frozen=True, eq=False)
 class Proposal:
-    """A chain for each of B sequences. `token_ids` may be ragged; an empty chain means no proposal."""
+    """A chain for each of B sequences. `token_ids` may be ragged; an empty chain means no proposal.
+
+    `probs` [B, D, Vd] are the laws that the tokens were drawn from, or for each sequence its own [D, Vd]; None
+    for all or one: every token was certain (q is a point mass).
+    """
 
     token_ids: tuple[tuple[int, ...], ...]
-    probs: Tensor | None = None  # [B, D, Vd]; None: every token was certain (q is a point mass)
+    probs: Tensor | Sequence[Tensor | None] | None = None
     vocab: Tensor | None = (
         None  # [Vd] target id of each draft id; None: the target's own vocabulary
     )
+    scores: tuple[float, ...] | None = None  # [B] tokens it hopes to have accepted; None: unknown
 
 
 @dataclass(frozen=True, eq=False)
@@ -139,6 +178,13 @@ class Draft(nn.Module):
     def propose(self, rows: TrueRows, num_draft_tokens: int, draw: Draw) -> Proposal:
         """Refills pages with the true rows, then drafts from each sequence's last row."""
         raise NotImplementedError
+
+    def finish(self, completion: Completion, common: dict[str, Any]) -> None:
+        """Hears of a sequence that has ended; `common` is that of `TrueRows`.
+
+        What is learnt here may change later proposals, and so which tokens are drafted, with the order in
+        which sequences end; greedy output and the law of sampled output stay the target's.
+        """
 
     def head_rows(self) -> Tensor:
         """[Vd, H] the frozen rows of `lm_head` this draft scores."""

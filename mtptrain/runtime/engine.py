@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from mtptrain.attention_backends.base import AttentionBackend
-from mtptrain.drafts.base import Draft, Drawn, Proposal
+from mtptrain.drafts.base import Draft, Draw, Drawn, Proposal
 from mtptrain.runtime.model_runner import ModelRunner
 from mtptrain.runtime.sampler import draw, probabilities, uniforms
 from mtptrain.runtime.scheduler import EngineLimits, Scheduler, Sequence
@@ -79,6 +79,8 @@ class Engine:
             for sequence in self._step(scheduler):
                 completion = sequence.completion()
                 scheduler.finish(sequence)
+                if self.draft is not None:
+                    self.draft.finish(completion, self.runner.common)
                 done[sequence.place] = completion
                 if on_finish is not None:
                     on_finish(completion)
@@ -179,14 +181,15 @@ class Engine:
         self.times.draft_s += perf_counter() - start
         return proposal
 
-    def _draw_for(self, sequences: Seq[Sequence]) -> Callable[[Tensor], Drawn]:
+    def _draw_for(self, sequences: Seq[Sequence]) -> Draw:
         params, generators = sequences[0].params, [s.generator for s in sequences]
 
-        def draw_tokens(logits: Tensor) -> Drawn:
+        def draw_tokens(logits: Tensor, among: Seq[int] | None = None) -> Drawn:
             if params.temperature == 0:
                 return Drawn(logits.argmax(-1), None)
             probs = probabilities(logits, params)
-            return Drawn(draw(probs, uniforms(generators)), probs)
+            own = generators if among is None else [generators[i] for i in among]
+            return Drawn(draw(probs, uniforms(own)), probs)
 
         return draw_tokens
 
