@@ -22,7 +22,7 @@ from mtptrain.drafts.base import Draft, Draw, Drawn, Proposal
 from mtptrain.runtime.model_runner import ModelRunner
 from mtptrain.runtime.sampler import draw, probabilities, uniforms
 from mtptrain.runtime.scheduler import EngineLimits, Scheduler, Sequence
-from mtptrain.runtime.verify import verify_greedy, verify_sampled
+from mtptrain.runtime.verify import verify_block, verify_greedy, verify_sampled
 from mtptrain.targets.base import Target
 from mtptrain.types import Completion, Request, SamplingParams, UserError, VerifyPass
 
@@ -205,13 +205,14 @@ class Engine:
                 return self.target.greedy(final[[starts[i] + k for i, k in rows]]).tolist()
 
             return verify_greedy(chains, best)
+        verify = verify_block if params.block_verify else verify_sampled
         verdicts = []
         for i, (sequence, chain, states) in enumerate(
             zip(sequences, chains, final.split(list(lens)), strict=True)
         ):
             p = probabilities(self.target.logits(states), params)
             q = None if proposal.probs is None else proposal.probs[i]
-            verdicts.append(verify_sampled(chain, p, q, proposal.vocab, sequence.generator))
+            verdicts.append(verify(chain, p, q, proposal.vocab, sequence.generator))
         return verdicts
 
     def _next_tokens(self, sequences: Seq[Sequence], final: Tensor) -> list[int]:
