@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from mtptrain.attention_backends.base import AttentionBackend, ForwardContext
 from mtptrain.capture import capture_pass
 from mtptrain.chat import Chat
-from mtptrain.drafts.base import Draft, DraftConfig, HeadConfig
+from mtptrain.drafts.base import Draft, DraftConfig, HeadConfig, Proposal
 from mtptrain.drafts.hybrid import Hybrid, HybridConfig
 from mtptrain.drafts.mtp import MTPConfig
 from mtptrain.drafts.ngram import NgramConfig
@@ -310,6 +310,28 @@ def test_sampled_answers_do_not_depend_on_the_batch(
     assert alone != _tokens(run(requests[:5], TIGHT, CASES[name], replace(params, seed=4)))
 
 
+def test_both_parts_of_a_hybrid_propose_in_one_step(
+    run: Callable[..., list[Completion]],
+    requests: list[Request],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The hybrids above are no head or lookup in disguise: some steps have certain and drawn tokens."""
+    proposals: list[list[bool]] = []
+    propose = Hybrid.propose
+
+    def spy(self: Hybrid, *args: object) -> Proposal:
+        made = propose(self, *args)  # pyright: ignore
+        laws = [None] * len(made.token_ids) if made.probs is None else made.probs
+        proposals.append([law is None for law in laws])
+        return made
+
+    monkeypatch.setattr(Hybrid, "propose", spy)
+    for name in ("hybrid", "hybrid of three modules"):
+        proposals.clear()
+        run(requests[:8], EngineLimits(max_batch=4), CASES[name], replace(GREEDY, temperature=0.3))
+        assert any(0 < sum(certain) < len(certain) for certain in proposals)
+
+
 SMALL = 6  # vocabulary of the target whose law is known exactly
 PROMPT = (0, 1, 2, 0, 1, 2, 0, 1)
 
@@ -367,16 +389,21 @@ SAMPLED = {
 }
 
 
-@pytest.mark.parametrize("block_verify", [False, True], ids=["token by token", "as a block"])
-@pytest.mark.parametrize("name", SAMPLED)
+@pytest.mark.parametrize(
+    ("name", "block_verify"),
+    [
+        (name, block)
+        for name, case in SAMPLED.items()
+        for block in (False, True)
+        if case or not block
+    ],
+)
 def test_sampled_speculation_has_the_targets_law(
     small_target: Target, backend: AttentionBackend, name: str, block_verify: bool
 ) -> None:
     """Of 3,000 answers at T=1, tokens one and two and tokens two and three together pass a chi-square test
     against the target's exact law, whichever way they are verified."""
     case = SAMPLED[name]
-    if case is None and block_verify:
-        pytest.skip("nothing is drafted")
     requests = [Request(str(i), "all", PROMPT) for i in range(3000)]
     params = SamplingParams(1.0, max_new_tokens=3, seed=1, block_verify=block_verify)
     limits = EngineLimits(max_batch=512, num_draft_tokens=case.num_draft_tokens if case else 0)
