@@ -55,7 +55,7 @@ class Node:
     """Contexts of up to `depth` tokens: those behind `text[:end]`, the last place where they stood.
 
     `followers` counts what came next, in order of last appearance; `best` is the most frequent, of equals the
-    newest.
+    newest. It is kept, not searched for: only a split copies the followers, and only letting go looks at all.
     """
 
     __slots__ = ("depth", "text", "end", "count", "best", "followers", "children")
