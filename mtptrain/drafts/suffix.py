@@ -6,9 +6,9 @@ continuation; of all, the one with the highest score is taken: the sum, over its
 the empirical probabilities so far, which is what it may hope to have accepted. A longer match may propose more.
 
 A tree holds contexts newest token first, so a new token adds one whole path and nothing that grows later;
-edges are compressed, so there are at most two nodes a token, some 600 bytes. A token costs at
-most `max_depth` steps, and so does each drafted one, however long the text. It gives up other requests'
-tokens while they are still being answered, and branches: a proposal is a chain.
+edges are compressed, so there are at most two nodes a token, some 600 bytes. A token costs at most `max_depth`
+steps, and so does each drafted one for each suffix that is tried, however long the text. It gives up other
+requests' tokens while they are still being answered, and branches: a proposal is a chain.
 """
 
 from __future__ import annotations
