@@ -9,8 +9,8 @@ be trained leaves `unroll` alone; one that keeps no pages leaves `refill` alone.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from mtptrain.attention_backends.base import AttentionBackend, ForwardContext
 from mtptrain.targets.base import Target
-from mtptrain.types import DraftBatch
+from mtptrain.types import Completion, DraftBatch
 
 
 class Pages(Protocol):
@@ -30,6 +30,23 @@ class Pages(Protocol):
         """A context for rows first..first + len - 1 of each sequence; what lies above is overwritten.
         `tails` says what each row of a token tree sees, as in `PagedBatch`."""
         ...
+
+
+@dataclass(frozen=True, eq=False)
+class SomePages:
+    """The pages of `places` among the `count` sequences of a step."""
+
+    pages: Pages
+    places: tuple[int, ...]
+    count: int
+
+    def context(
+        self, first_rows: Sequence[int], lens: Sequence[int], tails: Sequence[Tensor] | None = None
+    ) -> ForwardContext:
+        first, rows = [0] * self.count, [0] * self.count
+        for place, a, n in zip(self.places, first_rows, lens, strict=True):
+            first[place], rows[place] = a, n
+        return self.pages.context(first, rows, tails)
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,6 +63,20 @@ class TrueRows:
     features: Tensor  # [T, W]
     pages: Pages
     memories: tuple[dict[str, Any], ...]  # per sequence, what the draft itself keeps between steps
+    common: dict[str, Any] = field(default_factory=dict)  # kept over all sequences of one engine
+
+    def some(self, places: Sequence[int]) -> TrueRows:
+        """The rows of some of the sequences, ascending."""
+        parts = self.features.split(list(self.lens))
+        return replace(
+            self,
+            token_ids=tuple(self.token_ids[i] for i in places),
+            first_rows=tuple(self.first_rows[i] for i in places),
+            lens=tuple(self.lens[i] for i in places),
+            features=torch.cat([self.features[:0], *(parts[i] for i in places)]),
+            pages=SomePages(self.pages, tuple(places), len(self.lens)),
+            memories=tuple(self.memories[i] for i in places),
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,23 +87,31 @@ class Drawn:
     probs: Tensor | None  # [B, Vd]; None: a point mass (greedy)
 
 
-Draw = Callable[[Tensor], Drawn]  # logits [B, Vd] -> Drawn
+class Draw(Protocol):
+    """Draws a token for each row of logits from the stream of its sequence."""
+
+    def __call__(self, logits: Tensor, among: Sequence[int] | None = None) -> Drawn:
+        """logits [B, Vd]; of the sequences `among` all those of the step, where not all have a row."""
+        ...
 
 
 @dataclass(frozen=True, eq=False)
 class Proposal:
     """A chain or a token tree for each of B sequences. `token_ids` may be ragged; an empty one means no proposal.
 
-    Where `parents` are given, all are trees whose tokens are certain: the parent of token i is token
-    parents[i] < i, or the newest true token where that is -1 (see `runtime.tree`).
+    `probs` [B, D, Vd] are the laws that the tokens were drawn from, or for each sequence its own [D, Vd]; None
+    for all or one: every token was certain (q is a point mass). Where `parents` are given, all are trees whose
+    tokens are certain: the parent of token i is token parents[i] < i, or the newest true token where that is -1
+    (see `runtime.tree`).
     """
 
     token_ids: tuple[tuple[int, ...], ...]
-    probs: Tensor | None = None  # [B, D, Vd]; None: every token was certain (q is a point mass)
+    probs: Tensor | Sequence[Tensor | None] | None = None
     vocab: Tensor | None = (
         None  # [Vd] target id of each draft id; None: the target's own vocabulary
     )
     parents: tuple[tuple[int, ...], ...] | None = None  # None: chains
+    scores: tuple[float, ...] | None = None  # [B] tokens it hopes to have accepted; None: unknown
 
 
 @dataclass(frozen=True, eq=False)
@@ -160,6 +199,13 @@ class Draft(nn.Module):
     def step(self, ids: Tensor, states: Tensor, positions: Tensor, ctx: ForwardContext) -> Tensor:
         """One drafted row each: reads token `ids` [T] behind the state that proposed it; states [T, H] to [T, H]."""
         raise NotImplementedError
+
+    def finish(self, completion: Completion, common: dict[str, Any]) -> None:
+        """Hears of a sequence that has ended; `common` is that of `TrueRows`.
+
+        What is learnt here may change later proposals, and so which tokens are drafted, with the order in
+        which sequences end; greedy output and the law of sampled output stay the target's.
+        """
 
     def head_rows(self) -> Tensor:
         """[Vd, H] the frozen rows of `lm_head` this draft scores."""

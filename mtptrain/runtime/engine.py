@@ -19,13 +19,19 @@ import torch
 from torch import Tensor
 
 from mtptrain.attention_backends.base import AttentionBackend
-from mtptrain.drafts.base import Draft, Drawn, Proposal
+from mtptrain.drafts.base import Draft, Draw, Drawn, Proposal
 from mtptrain.runtime.model_runner import ModelRunner
 from mtptrain.runtime.sampler import draw, probabilities, uniforms
 from mtptrain.runtime.scheduler import EngineLimits, Scheduler, Sequence
 from mtptrain.runtime.tree import Tree
 from mtptrain.runtime.tree_draft import propose_tree
-from mtptrain.runtime.verify import say_sampled, verify_greedy, verify_sampled, verify_trees
+from mtptrain.runtime.verify import (
+    say_sampled,
+    verify_block,
+    verify_greedy,
+    verify_sampled,
+    verify_trees,
+)
 from mtptrain.targets.base import Target
 from mtptrain.types import Completion, Request, SamplingParams, UserError, VerifyPass
 
@@ -85,6 +91,8 @@ class Engine:
             for sequence in self._step(scheduler):
                 completion = sequence.completion()
                 scheduler.finish(sequence)
+                if self.draft is not None:
+                    self.draft.finish(completion, self.runner.common)
                 done[sequence.place] = completion
                 if on_finish is not None:
                     on_finish(completion)
@@ -193,14 +201,15 @@ class Engine:
         self.times.draft_s += perf_counter() - start
         return proposal
 
-    def _draw_for(self, sequences: Seq[Sequence]) -> Callable[[Tensor], Drawn]:
+    def _draw_for(self, sequences: Seq[Sequence]) -> Draw:
         params, generators = sequences[0].params, [s.generator for s in sequences]
 
-        def draw_tokens(logits: Tensor) -> Drawn:
+        def draw_tokens(logits: Tensor, among: Seq[int] | None = None) -> Drawn:
             if params.temperature == 0:
                 return Drawn(logits.argmax(-1), None)
             probs = probabilities(logits, params)
-            return Drawn(draw(probs, uniforms(generators)), probs)
+            own = generators if among is None else [generators[i] for i in among]
+            return Drawn(draw(probs, uniforms(own)), probs)
 
         return draw_tokens
 
@@ -215,13 +224,14 @@ class Engine:
                 return self.target.greedy(final[[starts[i] + k for i, k in rows]]).tolist()
 
             return [(range(a), token) for a, token in verify_greedy(chains, best)]
+        verify = verify_block if params.block_verify else verify_sampled
         verdicts = []
         for i, (sequence, chain, states) in enumerate(
             zip(sequences, chains, final.split(list(lens)), strict=True)
         ):
             p = probabilities(self.target.logits(states), params)
             q = None if proposal.probs is None else proposal.probs[i]
-            accepted, token = verify_sampled(chain, p, q, proposal.vocab, sequence.generator)
+            accepted, token = verify(chain, p, q, proposal.vocab, sequence.generator)
             verdicts.append((range(accepted), token))
         return verdicts
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -45,6 +46,7 @@ class ModelRunner:
         taps: tuple[str, ...],
     ) -> None:
         self.target, self.draft, self.backend, self.taps = target, draft, backend, taps
+        self.common: dict[str, Any] = {}  # what the draft keeps over all sequences
         layers = target.num_layers + (draft.num_kv_layers if draft else 0)
         self.pool = KVPool(
             limits.num_pages,
@@ -129,6 +131,7 @@ class ModelRunner:
             torch.cat(features),
             SequencePages(self, sequences),
             tuple(s.memory for s in sequences),
+            self.common,
         )
 
     def store_features(

@@ -46,6 +46,22 @@ class ReplaySettings:
 
     max_new_tokens: int
     sampled_prompts: int  # so many are replayed at T=1 as well, spread evenly; 0: none
+    top_k: int = 0  # these four: as in SamplingParams, for whatever is not greedy
+    top_p: float = 1.0
+    min_p: float = 0.0
+    block_verify: bool = False
+
+    def sampling(self, temperature: float, seed: int) -> SamplingParams:
+        """How the replay at this temperature draws. Raises UserError for options out of range."""
+        return SamplingParams(
+            temperature,
+            self.top_k,
+            self.top_p,
+            self.max_new_tokens,
+            seed,
+            min_p=self.min_p,
+            block_verify=self.block_verify,
+        )
 
 
 class MakeEngine(Protocol):
@@ -81,7 +97,7 @@ def replay(
     """The whole report (design §5.4). Raises UserError for settings that cannot be replayed."""
     if batch_size < 1:
         raise UserError(f"batch_size={batch_size} must be at least 1")
-    greedy = SamplingParams(max_new_tokens=settings.max_new_tokens, seed=seed)
+    greedy = settings.sampling(0, seed)
     alone = engine(batch_size, capture_taps=draft.taps)
     tree = alone.limits.tree
     plain = _plain(alone, conversations, chat, greedy)
@@ -91,10 +107,11 @@ def replay(
         at: float, asked: Sequence[Request], name: str
     ) -> tuple[MeasuredRun, list[Completion]]:
         runner = engine(batch_size, draft, num_draft_tokens)
-        params = SamplingParams(at, max_new_tokens=settings.max_new_tokens, seed=seed)
+        params = settings.sampling(at, seed)
         done = _generate(runner, asked, params, name)
         measured = measure_acceptance(done, num_draft_tokens, seed)
-        sampling = Sampling(at, num_draft_tokens, tree.name, seed, batch_size)
+        how = (params.top_k, params.top_p, params.min_p, params.block_verify)
+        sampling = Sampling(at, num_draft_tokens, tree.name, seed, batch_size, *how)
         speed = _speed(alone.times, runner.times)
         return measured_run(measured, sampling, speed), done
 

@@ -12,11 +12,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from hydra.utils import instantiate
-from omegaconf import OmegaConf
+from omegaconf import DictConfig
 from torch import Tensor
 
 import mtptrain.drafts
 from mtptrain.attention_backends.base import AttentionBackend
+from mtptrain.compose import compose_config
 from mtptrain.drafts.base import (
     Draft,
     DraftConfig,
@@ -54,8 +55,12 @@ VARIANTS: dict[str, list[dict[str, object]]] = {
 }
 
 
+def _recipe(kind: str) -> DictConfig:
+    return compose_config("fit", [f"draft={kind}"]).draft
+
+
 def _config(kind: str) -> DraftConfig:
-    return instantiate(OmegaConf.load(RECIPES / f"{kind}.yaml"))
+    return instantiate(_recipe(kind))
 
 
 HEADS = [k for k in KINDS if isinstance(_config(k), HeadConfig)]
@@ -108,7 +113,7 @@ def test_recipes_and_files_match() -> None:
 @every_kind
 def test_recipe_builds_the_config_of_its_file(kind: str) -> None:
     """The recipe names every choice of the mechanism but the vocabulary, which training fills in."""
-    config, recipe = _config(kind), OmegaConf.load(RECIPES / f"{kind}.yaml")
+    config, recipe = _config(kind), _recipe(kind)
     assert is_dataclass(config) and type(config).__module__ == f"mtptrain.drafts.{kind}"
     names = {field.name for field in fields(config)} - {"draft_vocab"}
     assert set(recipe) == {"_target_", *names}
@@ -274,14 +279,18 @@ class Server:
         for sequence, n in news:
             sequence.draft_len += n
 
-    def propose(self, ends: Sequence[int], steps: int) -> tuple[Tensor, Proposal]:
-        """Logits [steps, 2, Vd] of each drafted token, whose predecessors are the true tokens."""
+    def propose(
+        self, ends: Sequence[int], steps: int, places: Sequence[int] = (0, 1)
+    ) -> tuple[Tensor, Proposal]:
+        """Logits [steps, places, Vd] of each drafted token, whose predecessors are the true tokens; the other
+        sequences are refilled."""
         lens = [self._read(s, end) for s, end in zip(self.sequences, ends, strict=True)]
-        seen: list[Tensor] = []
+        rows, seen = self.runner.true_rows(self.sequences, lens), list[Tensor]()
 
-        def draw(logits: Tensor) -> Drawn:
+        def draw(logits: Tensor, among: Sequence[int] | None = None) -> Drawn:
+            assert among is None
             seen.append(logits)
-            truth = [ids[end + len(seen)] for ids, end in zip(self.ids, ends, strict=True)]
+            truth = [self.ids[i][ends[i] + len(seen)] for i in places]
             vocab = self.draft.vocab
             index = (
                 torch.tensor(truth)
@@ -290,7 +299,14 @@ class Server:
             )
             return Drawn(index, None)
 
-        proposal = self.draft.propose(self.runner.true_rows(self.sequences, lens), steps, draw)
+        if others := [i for i in (0, 1) if i not in places]:
+            self.draft.refill(rows.some(others))
+        if places == (0, 1):
+            proposal = self.draft.propose(rows, steps, draw)
+        elif places:
+            proposal = self.draft.propose(rows.some(places), steps, draw)
+        else:
+            proposal, seen = Proposal(((), ())), [torch.zeros(0)]
         for sequence, n in zip(self.sequences, lens, strict=True):
             sequence.draft_len += n
         return torch.stack(seen), proposal
@@ -326,6 +342,40 @@ def test_what_is_trained_is_what_is_served(
                 (at,) = (step.label_rows == starts[i] + end + 1 + j).nonzero().flatten().tolist()
                 expected = F.linear(step.states[at], draft.head_rows())
                 torch.testing.assert_close(logits[j, i], expected, atol=2e-4, rtol=1e-4)
+
+
+@every_head
+def test_a_step_may_refill_where_nothing_is_to_be_drafted(
+    kind: str,
+    change: dict[str, object],
+    tiny_target: Target,
+    backend: AttentionBackend,
+    documents: Callable[..., DraftBatch],
+) -> None:
+    """Where another draft proposes, a head only reads the true rows: what it proposes later, and meanwhile for
+    others, is what it would propose had it drafted for all at every step."""
+    config = _head(kind, change)
+    if config.draft_vocab:
+        config = replace(config, draft_vocab=tuple(range(512)[:-1]))
+    draft = _shaken(config, tiny_target)
+    batch = documents(draft.taps)
+    steps = draft.max_draft_tokens or 3
+    always, mixed = (Server(draft, tiny_target, backend, batch) for _ in range(2))
+    always.refill([17, 20])
+    mixed.refill([17, 20])
+    for ends, places in (
+        ([18, 21], ()),
+        ([19, 24], (1,)),
+        ([22, 25], (0,)),
+        ([23, 26], ()),
+        ([24, 27], ()),
+        ([26, 28], (0, 1)),
+    ):
+        expected, _ = always.propose(ends, steps)
+        logits, proposal = mixed.propose(ends, steps, places)
+        if places:
+            torch.testing.assert_close(logits, expected[:, list(places)], atol=2e-4, rtol=1e-4)
+            assert len(proposal.token_ids) == len(places)
 
 
 @every_head

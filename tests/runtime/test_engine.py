@@ -16,9 +16,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from mtptrain.attention_backends.base import AttentionBackend, ForwardContext
 from mtptrain.capture import capture_pass
 from mtptrain.chat import Chat
-from mtptrain.drafts.base import Draft, DraftConfig
+from mtptrain.drafts.base import Draft, DraftConfig, HeadConfig, Proposal
+from mtptrain.drafts.hybrid import Hybrid, HybridConfig
 from mtptrain.drafts.mtp import MTPConfig
 from mtptrain.drafts.ngram import NgramConfig
+from mtptrain.drafts.suffix import SuffixConfig
 from mtptrain.runtime.engine import Engine
 from mtptrain.runtime.kv_pages import PageBook
 from mtptrain.runtime.model_runner import ModelRunner
@@ -54,7 +56,21 @@ CASES = {
     "tree of a reduced vocabulary": Case(
         MTPConfig(draft_vocab=tuple(range(0, 512, 2))), 3, TreeShape("dynamic", 9, 3)
     ),
+    "suffix": Case(SuffixConfig(), 4),
+    "suffix alone": Case(SuffixConfig(max_outputs=0), 6),
+    "hybrid": Case(HybridConfig(SuffixConfig(), MTPConfig(), 1.5), 4),
+    "hybrid of three modules": Case(
+        HybridConfig(SuffixConfig(max_outputs=0), MTPConfig(depth=3), 1.5), 5
+    ),
 }
+LOOKUPS = (NgramConfig, SuffixConfig)
+FIXED = (  # drafts that learn nothing from other requests
+    "shared module",
+    "three modules",
+    "prompt lookup",
+    "suffix alone",
+    "hybrid of three modules",
+)
 every_case = pytest.mark.parametrize("name", CASES)
 every_limit = pytest.mark.parametrize(
     ("limits", "first"),
@@ -69,6 +85,11 @@ def run(
 ) -> Callable[..., list[Completion]]:
     """Generates with the draft of a case, or with none; checks that no page is lost."""
 
+    def fitted(config: DraftConfig) -> Draft:
+        if isinstance(config, HybridConfig):
+            return Hybrid(config, config.lookup.build(tiny_target), fit_head(config.head))
+        return fit_head(config) if isinstance(config, HeadConfig) else config.build(tiny_target)
+
     def generate(
         requests: list[Request],
         limits: EngineLimits = ROOMY,
@@ -78,8 +99,7 @@ def run(
     ) -> list[Completion]:
         draft = None
         if case is not None:
-            trained = isinstance(case.config, MTPConfig)
-            draft = fit_head(case.config) if trained else case.config.build(tiny_target)
+            draft = fitted(case.config)
             limits = replace(limits, num_draft_tokens=case.num_draft_tokens, tree=case.tree)
         engine = Engine(tiny_target, backend, limits, tiny_chat.eos_ids, draft, taps)
         return engine.generate(requests, params)
@@ -164,7 +184,7 @@ def test_counts_add_up(
         assert all(0 < p.proposed for p in completion.passes)
         whole = [p for p in completion.passes[:-1]]
         assert all(p.emitted == p.accepted + 1 for p in whole)
-        if CASES[name].config != NgramConfig():
+        if not isinstance(CASES[name].config, LOOKUPS):
             assert alone == 0
 
 
@@ -172,7 +192,7 @@ def test_the_drafts_acceptance_does_not_depend_on_batch_or_chunks(
     run: Callable[..., list[Completion]], requests: list[Request]
 ) -> None:
     """The passes themselves, not only the tokens, are the same alone, batched and in tiny chunks."""
-    for name in ("shared module", "three modules", "prompt lookup", "dynamic tree"):
+    for name in (*FIXED, "dynamic tree"):
         alone, batched, tight = (
             run(requests[:4], limits, CASES[name])
             for limits in (EngineLimits(max_batch=1), EngineLimits(max_batch=8), TIGHT)
@@ -373,9 +393,7 @@ def test_no_page_leaks(
 # ---- sampling --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "name", ["shared module", "three modules", "prompt lookup", "dynamic tree"]
-)
+@pytest.mark.parametrize("name", (*FIXED, "dynamic tree"))
 def test_sampled_answers_do_not_depend_on_the_batch(
     run: Callable[..., list[Completion]], requests: list[Request], name: str
 ) -> None:
@@ -387,6 +405,28 @@ def test_sampled_answers_do_not_depend_on_the_batch(
     )
     assert alone == batched == tight
     assert alone != _tokens(run(requests[:5], TIGHT, CASES[name], replace(params, seed=4)))
+
+
+def test_both_parts_of_a_hybrid_propose_in_one_step(
+    run: Callable[..., list[Completion]],
+    requests: list[Request],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The hybrids above are no head or lookup in disguise: some steps have certain and drawn tokens."""
+    proposals: list[list[bool]] = []
+    propose = Hybrid.propose
+
+    def spy(self: Hybrid, *args: object) -> Proposal:
+        made = propose(self, *args)  # pyright: ignore
+        laws = [None] * len(made.token_ids) if made.probs is None else made.probs
+        proposals.append([law is None for law in laws])
+        return made
+
+    monkeypatch.setattr(Hybrid, "propose", spy)
+    for name in ("hybrid", "hybrid of three modules"):
+        proposals.clear()
+        run(requests[:8], EngineLimits(max_batch=4), CASES[name], replace(GREEDY, temperature=0.3))
+        assert any(0 < sum(certain) < len(certain) for certain in proposals)
 
 
 SMALL = 6  # vocabulary of the target whose law is known exactly
@@ -434,34 +474,37 @@ def _pvalue(counts: np.ndarray, law: np.ndarray) -> float:
     return float(stats.chisquare(observed, expected * observed.sum() / expected.sum()).pvalue)
 
 
+ONCE = SuffixConfig(max_outputs=40, spec_factor=2.0)  # some of 3,000 short answers
+SAMPLED = {
+    "plain": None,
+    "shared module": Case(MTPConfig(), 2),
+    "reduced vocabulary": Case(MTPConfig(draft_vocab=(1, 2, 4)), 2),
+    "two modules": Case(MTPConfig(depth=2), 2),
+    "prompt lookup": Case(NgramConfig(min_ngram=1), 2),
+    "suffix": Case(ONCE, 2),
+    "hybrid": Case(HybridConfig(ONCE, MTPConfig(draft_vocab=(1, 2, 4)), 0.9), 2),
+    "static tree": Case(MTPConfig(), 2, TreeShape("static")),
+    "dynamic tree": Case(MTPConfig(), 2, TreeShape("dynamic", 4, 2)),
+}
+
+
 @pytest.mark.parametrize(
-    "case",
+    ("name", "block_verify"),
     [
-        None,
-        Case(MTPConfig(), 2),
-        Case(MTPConfig(draft_vocab=(1, 2, 4)), 2),
-        Case(MTPConfig(depth=2), 2),
-        Case(NgramConfig(min_ngram=1), 2),
-        Case(MTPConfig(), 2, TreeShape("static")),
-        Case(MTPConfig(), 2, TreeShape("dynamic", 4, 2)),
-    ],
-    ids=[
-        "plain",
-        "shared module",
-        "reduced vocabulary",
-        "two modules",
-        "prompt lookup",
-        "static tree",
-        "dynamic tree",
+        (name, block)
+        for name, case in SAMPLED.items()
+        for block in (False, True)
+        if not block or (case and case.tree.kind is None)
     ],
 )
 def test_sampled_speculation_has_the_targets_law(
-    small_target: Target, backend: AttentionBackend, case: Case | None
+    small_target: Target, backend: AttentionBackend, name: str, block_verify: bool
 ) -> None:
     """Of 3,000 answers at T=1, tokens one and two and tokens two and three together pass a chi-square test
-    against the target's exact law."""
+    against the target's exact law, whichever way they are verified."""
+    case = SAMPLED[name]
     requests = [Request(str(i), "all", PROMPT) for i in range(3000)]
-    params = SamplingParams(1.0, max_new_tokens=3, seed=1)
+    params = SamplingParams(1.0, max_new_tokens=3, seed=1, block_verify=block_verify)
     limits = EngineLimits(max_batch=512)
     if case:
         limits = replace(limits, num_draft_tokens=case.num_draft_tokens, tree=case.tree)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -53,6 +54,7 @@ def run(
         batch_size: int = 3,
         sampled_prompts: int = 1000,
         tree: TreeShape = CHAIN,
+        **options: Any,
     ) -> Report:
         shape[0] = tree
         return replay(
@@ -62,7 +64,7 @@ def run(
             rows,
             engine,
             backend,
-            ReplaySettings(24, sampled_prompts),
+            ReplaySettings(24, sampled_prompts, **options),
             num_draft_tokens=3,
             temperature=temperature,
             batch_size=batch_size,
@@ -121,6 +123,17 @@ def test_a_sampled_report_claims_nothing_of_losslessness(run: Callable[..., Repo
     report = run(temperature=1.0)
     assert report.lossless is None and report.sampled is None
     assert run(sampled_prompts=0).sampled is None
+
+
+def test_options_of_sampling_reach_target_and_draft(run: Callable[..., Report]) -> None:
+    """A top-k of one leaves the best token at any temperature: draft and target then do what they do at T=0;
+    the report says how it was drawn."""
+    greedy = run(sampled_prompts=0)
+    for options in ({"top_k": 1}, {"min_p": 1.0}, {"top_k": 1, "block_verify": True}):
+        report = run(temperature=1.0, **options)
+        assert report.accepted_histogram == greedy.accepted_histogram
+        how = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "block_verify": False} | options
+        assert {name: getattr(report.sampling, name) for name in how} == how
 
 
 def test_a_part_of_the_prompts_is_sampled(run: Callable[..., Report]) -> None:
