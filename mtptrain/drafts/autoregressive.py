@@ -68,9 +68,15 @@ def tap_size(features: Tensor, hidden_size: int) -> Tensor:
 class AutoregressiveHead(Head):
     """See the file's opening."""
 
-    def __init__(self, config: AutoregressiveConfig, target: Target, depth: int = 1) -> None:
-        """`depth` networks, one a step; 1: the only one serves all steps."""
-        super().__init__(config, target)
+    def __init__(
+        self,
+        config: AutoregressiveConfig,
+        target: Target,
+        depth: int = 1,
+        own_head: bool = False,
+    ) -> None:
+        """`depth` networks, one a step; 1: the only one serves all steps. `own_head`: see `Head`."""
+        super().__init__(config, target, own_head)
         self.depth = self.num_kv_layers = depth
         self.max_draft_tokens = None if depth == 1 else depth
         self.shares_prefix = depth == 1

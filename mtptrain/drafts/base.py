@@ -166,7 +166,8 @@ class Draft(nn.Module):
 class Head(Draft):
     """A draft that reads the target's states. Frozen tables are outside the state dict: they are never saved."""
 
-    def __init__(self, config: HeadConfig, target: Target) -> None:
+    def __init__(self, config: HeadConfig, target: Target, own_head: bool = False) -> None:
+        """`own_head`: it scores with a trained copy of its rows of `lm_head`, not with the frozen ones."""
         super().__init__()
         self.config = config
         self.taps = config.taps
@@ -174,6 +175,7 @@ class Head(Draft):
         self.vocab = torch.tensor(config.draft_vocab) if config.draft_vocab else None
         weight = target.head_weight
         self._frozen = (weight if self.vocab is None else weight[self.vocab.to(weight.device)],)
+        self.lm_head = _trained_copy(self._frozen[0]) if own_head else None
 
     @property
     def target(self) -> Target:
@@ -182,9 +184,18 @@ class Head(Draft):
     def frozen_rows(self) -> Tensor:
         return self._frozen[0]
 
+    def own_head(self) -> Tensor | None:
+        return None if self.lm_head is None else self.lm_head.weight
+
     def target_ids(self, index: Tensor) -> list[int]:
         """What drawn draft ids [B] are in the target's vocabulary."""
         return (index if self.vocab is None else self.vocab[index.cpu()]).tolist()
+
+
+def _trained_copy(rows: Tensor) -> nn.Linear:
+    head = nn.Linear(rows.shape[1], rows.shape[0], bias=False, device="meta")
+    head.weight = nn.Parameter(rows.detach().float().clone())
+    return head
 
 
 def proposal_of(chains: Sequence[Sequence[int]], drawn: Sequence[Drawn], draft: Draft) -> Proposal:

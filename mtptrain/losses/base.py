@@ -5,9 +5,10 @@ would be by far the largest tensors of training. So a chunk of rows goes through
 closed-form gradient overwrites its logits block by block (a block's few copies stay in cache), goes
 back through the head at once, and only [R, H] remains for `backward` to scale. Rows without weight
 never reach the head; neighbours held against the same target row (unrolled steps) share its GEMM
-and softmax. Given up: second derivatives, gradients to head or target, and, with a trimmed
-vocabulary, the target's mass outside it: p is renormalised over the head's rows, which flatters
-`acceptance`.
+and softmax. A draft may have a trained head of its own: its gradient is summed on the way, per term
+and step, for the factors of both are known only at the end. Given up: second derivatives, gradients
+to the frozen head or the target, and, with a trimmed vocabulary, the target's mass outside it: p is
+renormalised over the head's rows, which flatters `acceptance`.
 """
 
 from __future__ import annotations
@@ -90,13 +91,15 @@ def compute(
     step_rows: Sequence[int] | None = None,
     chunk_rows: int = 512,
     temperature: float = 1.0,
+    draft_head: Tensor | None = None,
 ) -> LossSums:
     """`head_loss` or `feature_loss`, by the class of the loss; arguments as there."""
     layout = (target_rows, step_rows)
     if isinstance(loss, FeatureLoss):
         return feature_loss(loss, draft_states, target_states, row_weights, *layout)
     head = (head_weight, chunk_rows, temperature)
-    return head_loss(loss, draft_states, target_states, labels, row_weights, *head, *layout)
+    states = (draft_states, target_states)
+    return head_loss(loss, *states, labels, row_weights, *head, *layout, draft_head)
 
 
 def head_loss(
@@ -110,8 +113,9 @@ def head_loss(
     temperature: float = 1.0,
     target_rows: Tensor | None = None,
     step_rows: Sequence[int] | None = None,
+    draft_head: Tensor | None = None,
 ) -> LossSums:
-    """Weighted sums of a vocabulary loss, differentiable in `draft_states` only.
+    """Weighted sums of a vocabulary loss, differentiable in `draft_states` and `draft_head` only.
 
     draft_states [R, H] are held against target_states [R, H], or against rows `target_rows` [R] of
     target_states [T, H]. labels [R] are draft-vocabulary ids, -1 outside it. row_weights [R]: zero
@@ -119,19 +123,23 @@ def head_loss(
     autocast says, all else is fp32. A chunk holds chunk_rows * Vd logits twice. `temperature`
     divides both logits. `step_rows` are the row counts of unrolled steps concatenated along R
     (their total is R, else ValueError): every sum, and the acceptance that `mix` sees, is then per
-    step, [S].
+    step, [S]. `draft_head` [Vd, H] scores the draft's states in place of `head_weight`; training it
+    holds its gradient for every term and step, [N, S, Vd, H] fp32.
     """
     weights = row_weights * (labels >= 0) if loss.needs_labels else row_weights
     rows = _lay_out(weights, target_rows, step_rows)
-    head = _Head(head_weight.detach(), temperature)
+    head = _Head.of(head_weight, draft_head, temperature)
     with torch.no_grad(), torch.autocast(draft_states.device.type, enabled=False):
         found = _walk(loss, head, rows, draft_states, target_states, labels, chunk_rows)
         accepted, agreed = rows.sums(found.acceptance), rows.sums(found.agreement)
-        factors = _factors(loss, accepted, rows.count)[:, rows.steps]  # [N, K]
+        mixed = _factors(loss, accepted, rows.count)  # [N, S]
+        factors = mixed[:, rows.steps]  # [N, K]
         total = rows.sums((factors * found.losses).sum(0))
         scale = factors * rows.weights / temperature  # [N, K]
         grad = (found.grads * scale.unsqueeze(-1)).sum(0)  # [K, H]
     total = _ClosedForm.apply(draft_states, total, grad, rows.kept, rows.steps)
+    if found.head_grads is not None:
+        total = _OwnHead.apply(total, draft_head, mixed / temperature, found.head_grads)
     return _as_sums(step_rows, total, rows.count, accepted, agreed)
 
 
@@ -192,14 +200,22 @@ def _factors(loss: VocabLoss, accepted: Tensor, count: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class _Head:
-    """The frozen head; what it gives is in its own dtype."""
+    """The frozen head, and what scores the draft's states; what they give is in the former's dtype."""
 
     weight: Tensor  # [Vd, H]
+    draft_weight: Tensor  # [Vd, H], `weight` itself unless the draft has a head of its own
     temperature: float
+    is_trained: bool  # the draft's own
 
-    def logits(self, states: Tensor, buffer: Tensor) -> Tensor:
+    @classmethod
+    def of(cls, weight: Tensor, draft_head: Tensor | None, temperature: float) -> _Head:
+        own = weight if draft_head is None else draft_head
+        is_trained = draft_head is not None and draft_head.requires_grad and torch.is_grad_enabled()
+        return cls(weight.detach(), own.detach().to(weight.dtype), temperature, is_trained)
+
+    def logits(self, weight: Tensor, states: Tensor, buffer: Tensor) -> Tensor:
         """[C, H] to the first C rows of `buffer` [>= C, Vd]; the temperature comes in `softmax`."""
-        return torch.mm(states.to(self.weight.dtype), self.weight.T, out=buffer[: len(states)])
+        return torch.mm(states.to(weight.dtype), weight.T, out=buffer[: len(states)])
 
     def softmax(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """Softmax and its logarithm, fp32, one exp for both; may overwrite the logits."""
@@ -219,6 +235,7 @@ class _Found:
     grads: Tensor  # [N, K, H] d loss / d draft states; [N, K, 0] where those need none
     acceptance: Tensor  # [K]
     agreement: Tensor  # [K]
+    head_grads: Tensor | None = None  # [N, S, Vd, H] weighted sums over the rows of a step
 
     def at(self, part: slice) -> _Found:
         """Views of some of the rows, to be filled."""
@@ -250,16 +267,30 @@ def _walk(
     (vocab, width), high = head.weight.shape, min(chunk_rows, kept)
     width = width if draft_states.requires_grad else 0
     shapes = (terms, kept), (terms, kept, width), (kept,), (kept,)
-    found = _Found(*(rows.weights.new_zeros(shape) for shape in shapes))
+    head_grads = (terms, len(rows.count), vocab, head.weight.shape[1])
+    of_head = rows.weights.new_zeros(head_grads) if head.is_trained else None
+    found = _Found(*(rows.weights.new_zeros(shape) for shape in shapes), of_head)
     target_buffer = head.weight.new_empty(high, vocab)
     term_buffers = head.weight.new_empty(terms, high, vocab)
     for part in _slices(kept, chunk_rows):
         index = rows.kept[part]
         once, back = rows.targets[part].unique_consecutive(return_inverse=True)
-        head.logits(target_states[once], target_buffer)
-        head.logits(draft_states[index], term_buffers[0])
+        head.logits(head.weight, target_states[once], target_buffer)
+        head.logits(head.draft_weight, draft_states[index], term_buffers[0])
         _chunk(loss, head, target_buffer, back, labels[index], term_buffers, found.at(part))
+        if of_head is not None:
+            weighted = draft_states[index] * rows.weights[part].unsqueeze(1)
+            _add_head_grads(of_head, term_buffers, weighted, rows.steps[part])
     return found
+
+
+def _add_head_grads(sums: Tensor, grad_logits: Tensor, states: Tensor, steps: Tensor) -> None:
+    """Adds a chunk's part: sums [N, S, Vd, H], grad_logits [N, >= C, Vd], weighted states [C, H], steps [C]."""
+    states = states.to(grad_logits.dtype)
+    for step in steps.unique().tolist():
+        mine = (steps == step).nonzero().squeeze(1)
+        for total, grad in zip(sums[:, step], grad_logits, strict=True):
+            total += grad[mine].T @ states[mine]
 
 
 def _chunk(
@@ -279,7 +310,7 @@ def _chunk(
         block = _compare(head, target_logits, back[cut], term_buffers[0, cut], labels[cut])
         _fill(loss.terms(block), block, term_buffers[:, cut], found.at(cut))
     for grad_states, grad_logits in zip(found.grads, term_buffers, strict=True):
-        grad_states.copy_(grad_logits[: len(back)] @ head.weight[:, : grad_states.shape[1]])
+        grad_states.copy_(grad_logits[: len(back)] @ head.draft_weight[:, : grad_states.shape[1]])
 
 
 def _compare(
@@ -325,3 +356,24 @@ class _ClosedForm(torch.autograd.Function):
         shape, dtype = ctx.states
         scaled = (grad * grad_outputs[0][steps].unsqueeze(1)).to(dtype)
         return scaled.new_zeros(shape).index_copy_(0, kept, scaled), None, None, None, None
+
+
+class _OwnHead(torch.autograd.Function):
+    """Lets `total` [S] through and hangs the gradient of the draft's own head onto it."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, total: Tensor, draft_head: Tensor, factors: Tensor, grads: Tensor
+    ) -> Tensor:
+        ctx.save_for_backward(torch.einsum("ns,nsvh->svh", factors, grads))
+        ctx.dtype = draft_head.dtype
+        return total.clone()
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride], the decorator hides names
+        ctx: Any, *grad_outputs: Tensor
+    ) -> tuple[Tensor | None, ...]:
+        (grads,) = ctx.saved_tensors
+        grad = torch.einsum("s,svh->vh", grad_outputs[0], grads)
+        return grad_outputs[0], grad.to(ctx.dtype), None, None

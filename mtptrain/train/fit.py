@@ -124,7 +124,7 @@ def _unmoved(draft: Draft, start: Mapping[str, tuple[float, float]]) -> tuple[st
 
 def _scoring(draft: Draft, target: Target, weights: Tensor, size: int, seed: int) -> Scoring:
     if 0 < size < len(draft.head_rows()):
-        return SampledTokens(target.head_weight, weights, size, seed)
+        return SampledTokens(target.head_weight, weights, size, seed, draft)
     return AllTokens(draft, target.vocab_size)
 
 

@@ -135,6 +135,7 @@ class DraftModule(L.LightningModule):
             scored.rows,
             target_rows=torch.cat([s.target_rows for s in steps]),
             step_rows=[len(s.states) for s in steps],
+            draft_head=scored.own_rows,
         )
 
     def _metrics(self, loss: Tensor, sums: LossSums) -> dict[str, Tensor]:
