@@ -269,7 +269,7 @@ def _walk(
     shapes = (terms, kept), (terms, kept, width), (kept,), (kept,)
     head_grads = (terms, len(rows.count), vocab, head.weight.shape[1])
     of_head = rows.weights.new_zeros(head_grads) if head.is_trained else None
-    found = _Found(*(rows.weights.new_zeros(shape) for shape in shapes), of_head)
+    found = _Found(*(rows.weights.new_zeros(shape) for shape in shapes), head_grads=of_head)
     target_buffer = head.weight.new_empty(high, vocab)
     term_buffers = head.weight.new_empty(terms, high, vocab)
     for part in _slices(kept, chunk_rows):

@@ -43,6 +43,7 @@ from mtptrain.train.vocabulary import (
     heaviest,
     token_weights,
 )
+from mtptrain.types import UserError
 
 CALIBRATION_SAMPLES = 32
 LOG_EVERY = 10  # steps
@@ -80,6 +81,7 @@ def fit_draft(
     weights = token_weights(store, columns.final, target)
     vocab = heaviest(weights, config.draft_vocab_size)
     draft = replace(config, draft_vocab=vocab).build(target)
+    _require_all_trained(draft, loss, settings)
     draft.calibrate(_some_features(store, columns))
     start = footprints(draft)
     data = StoreData(
@@ -112,6 +114,23 @@ def fit_draft(
         module.load_state_dict(resume["state_dict"])
         module.on_load_checkpoint(resume)
     return TrainResult(draft, steps, module.supervised_rows, _unmoved(draft, start))
+
+
+def _require_all_trained(
+    draft: Draft, loss: VocabLoss | FeatureLoss, settings: TrainSettings
+) -> None:
+    """Raises UserError where a part of the draft would be left at its start, before hours are spent."""
+    steps, most = settings.unroll_steps, draft.max_draft_tokens
+    if most is not None and steps < most:
+        raise UserError(
+            f"train.unroll_steps={steps} leaves {most - steps} of the draft's {most} steps untrained; "
+            f"use train.unroll_steps={most} or a draft of fewer steps"
+        )
+    if draft.own_head() is not None and isinstance(loss, FeatureLoss):
+        raise UserError(
+            f"loss={type(loss).__name__} compares features and trains no head of the draft's own; "
+            "use draft.head=shared or a loss over the vocabulary"
+        )
 
 
 def _unmoved(draft: Draft, start: Mapping[str, tuple[float, float]]) -> tuple[str, ...]:

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import lightning as L
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from mtptrain.attention_backends.base import AttentionBackend
 from mtptrain.drafts.base import Draft
@@ -151,7 +151,7 @@ class DraftModule(L.LightningModule):
         parameters = [p for p in self.draft.parameters() if p.requires_grad]
         if s.optimizer == "muon":
             optimizer: torch.optim.Optimizer = Muon(
-                parameters,
+                self._muon_groups(parameters),
                 s.learning_rate,
                 weight_decay=s.weight_decay,
                 steps=s.muon_steps,
@@ -167,6 +167,12 @@ class DraftModule(L.LightningModule):
             )
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, self._schedule)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    def _muon_groups(self, parameters: list[nn.Parameter]) -> list[dict[str, Any]]:
+        own = self.draft.own_head()
+        body = [p for p in parameters if p is not own]
+        tables = [p for p in parameters if p is own]
+        return [{"params": body}, *({"params": [p], "matrices": False} for p in tables)]
 
     def _schedule(self, step: int) -> float:
         """Linear warm-up, then a cosine to zero over all planned steps."""

@@ -125,8 +125,8 @@ class SampledTokens:
 
 def _places(draft: Draft | None, vocab_size: int) -> Tensor:
     """Row of each target id in the draft's own head, [V], -1: none; every id where there is no such head."""
-    whole = draft is None or draft.vocab is None
-    return torch.arange(vocab_size) if whole else _index(draft.vocab, vocab_size)
+    vocab = None if draft is None else draft.vocab
+    return torch.arange(vocab_size) if vocab is None else _index(vocab, vocab_size)
 
 
 def _index(ids: Tensor, vocab_size: int) -> Tensor:

@@ -60,6 +60,57 @@ def test_no_whole_vocabulary_tensor(loss: VocabLoss) -> None:
     assert 8 * V <= largest.elements <= max(terms * 8 * V, V * H) < R * V
 
 
+@vocab_losses
+def test_an_own_head_makes_no_whole_vocabulary_tensor_either(loss: VocabLoss) -> None:
+    """What it adds is the size of the head, a term and step, whatever the number of rows."""
+    draft, target, labels, weights, head = _inputs()
+    own = head.clone().requires_grad_()
+    with _Largest() as largest:
+        compute(
+            loss, draft, target, labels, weights, head, chunk_rows=8, draft_head=own
+        ).loss.backward()
+    terms = 2 if isinstance(loss, LK) else 1
+    assert V * H <= largest.elements <= terms * V * H < R * V
+
+
+@vocab_losses
+def test_an_own_head_equal_to_the_frozen_one(loss: VocabLoss) -> None:
+    """It changes no bit of sums and state gradients, and gets a gradient only where it is to be trained, in
+    its own dtype."""
+    draft, target, labels, weights, head = _inputs()
+    plain = compute(loss, draft, target, labels, weights, head)
+    fixed = compute(loss, draft, target, labels, weights, head, draft_head=head)
+    own = head.clone().requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16):
+        trained = compute(loss, draft, target, labels, weights, head, draft_head=own)
+    grad = _grad(plain, draft)
+    for sums in (fixed, trained):
+        assert torch.equal(sums.loss, plain.loss)
+        assert torch.equal(sums.acceptance, plain.acceptance)
+        assert torch.equal(_grad(sums, draft), grad)
+    half = head.bfloat16()
+    compute(loss, draft, target.bfloat16(), labels, weights, half, draft_head=own).loss.backward()
+    assert own.grad is not None and own.grad.dtype == torch.float32 and bool(own.grad.any())
+    assert head.grad is None
+    with torch.no_grad():
+        assert not compute(
+            loss, draft, target, labels, weights, head, draft_head=own
+        ).loss.requires_grad
+
+
+@vocab_losses
+def test_an_own_head_learns_from_fixed_states(loss: VocabLoss) -> None:
+    """States that need no gradient do not keep the head from getting its own; masked rows give it none."""
+    draft, target, labels, weights, head = _inputs()
+    own = (head + 0.1).requires_grad_()
+    both = compute(loss, draft, target, labels, weights, head, draft_head=own)
+    alone = compute(loss, draft.detach(), target, labels, weights, head, draft_head=own)
+    grads = [torch.autograd.grad(sums.loss, own)[0] for sums in (both, alone)]
+    assert torch.equal(*grads) and bool(grads[0].any())
+    nothing = compute(loss, draft, target, labels, 0 * weights, head, draft_head=own)
+    assert not bool(torch.autograd.grad(nothing.loss, own)[0].any())
+
+
 @every_loss
 def test_all_rows_masked(loss: Loss) -> None:
     """Without a supervised row every sum is 0 and the gradient is 0, even where states are NaN."""
