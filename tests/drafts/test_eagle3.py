@@ -48,7 +48,7 @@ LATENT = {
     "kv_lora_rank": 16,
     "qk_rope_head_dim": 4,
     "qk_nope_head_dim": 8,
-    "v_head_dim": 8,
+    "v_head_dim": 12,  # as wide as a key, which this backend asks for
     "first_k_dense_replace": 4,
 }
 FAMILIES = {

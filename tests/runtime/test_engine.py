@@ -14,7 +14,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from mtptrain.attention_backends.base import AttentionBackend, ForwardContext
 from mtptrain.capture import capture_pass
 from mtptrain.chat import Chat
-from mtptrain.drafts.base import Draft, DraftConfig
+from mtptrain.drafts.base import Draft, DraftConfig, HeadConfig
+from mtptrain.drafts.eagle3 import Eagle3Config
+from mtptrain.drafts.medusa import MedusaConfig
 from mtptrain.drafts.mtp import MTPConfig
 from mtptrain.drafts.ngram import NgramConfig
 from mtptrain.runtime.engine import Engine
@@ -42,6 +44,8 @@ CASES = {
     "fewer tokens than modules": Case(MTPConfig(depth=3), 2),
     "several taps": Case(MTPConfig(taps=("layer.1", "final_prenorm", "final")), 3),
     "reduced vocabulary": Case(MTPConfig(draft_vocab=tuple(range(0, 512, 2))), 3),
+    "a head of its own": Case(Eagle3Config(taps=("layer.1", "layer.2"), head="own"), 4),
+    "heads that read no draft": Case(MedusaConfig(num_heads=3), 3),
     "prompt lookup": Case(NgramConfig(), 4),
 }
 every_case = pytest.mark.parametrize("name", CASES)
@@ -67,7 +71,7 @@ def run(
     ) -> list[Completion]:
         draft = None
         if case is not None:
-            trained = isinstance(case.config, MTPConfig)
+            trained = isinstance(case.config, HeadConfig)
             draft = fit_head(case.config) if trained else case.config.build(tiny_target)
             limits = replace(limits, num_draft_tokens=case.num_draft_tokens)
         engine = Engine(tiny_target, backend, limits, tiny_chat.eos_ids, draft, taps)
