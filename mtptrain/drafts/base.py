@@ -2,8 +2,8 @@
 
 A draft is built from a frozen config (`DraftConfig.build(target)`), trained through `unroll` on whole packed
 documents, and served through `refill` and `propose` on pages: one file does both, so what is trained is what
-is served. The frozen embedding and `lm_head` are read from the target and never saved. A draft that cannot
-be trained leaves `unroll` alone; one that keeps no pages leaves `refill` alone.
+is served. The frozen embedding and `lm_head` are read from the target and never saved (`Head`). A draft that
+cannot be trained leaves `unroll` alone; one that keeps no pages leaves `refill` alone.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ class Proposal:
 class UnrollStep:
     """Supervised rows of one unrolled step."""
 
-    states: Tensor  # [R, H] what the frozen lm_head reads
+    states: Tensor  # [R, H] what the rows of `head_rows` score
     target_rows: Tensor  # [R] packed index of the token whose final feature is the target's state
     label_rows: Tensor  # [R] packed index of the predicted token
 
@@ -163,6 +163,8 @@ class Draft(nn.Module):
         True  # pages of a common prefix suffice; False where memories matter as well
     )
     vocab: Tensor | None = None  # [Vd] target ids, ascending
+    concat_order: tuple[str, ...] = ("embedding", "feature")  # what a row reads
+    position_rule: str = "row t at unrolled step j sits at position t + j"
 
     def unroll(
         self, batch: DraftBatch, steps: int, supervised: Tensor, backend: AttentionBackend
@@ -182,6 +184,13 @@ class Draft(nn.Module):
         chain = answer_chain(batch, min(steps, self.max_draft_tokens or steps), supervised)
         return [rows.nonzero().squeeze(1) + 2 + j for j, rows in enumerate(chain)]
 
+    def reads_ahead(self, step: int) -> int:
+        """How many tokens behind its own feature a row has read at an unrolled step; 0: nothing but features.
+
+        That of an autoregressive head, which reads every token before the one it drafts.
+        """
+        return 1 + step
+
     def calibrate(self, features: Tensor) -> None:
         """Adapts the untrained start to some real features [R, W]; called once, before training."""
 
@@ -200,6 +209,10 @@ class Draft(nn.Module):
         """One drafted row each: reads token `ids` [T] behind the state that proposed it; states [T, H] to [T, H]."""
         raise NotImplementedError
 
+    def scored(self, state: Tensor) -> Tensor:
+        """What the rows of `head_rows` score of a state of `start` or `step`, [..., H] to [..., H]."""
+        return state
+
     def finish(self, completion: Completion, common: dict[str, Any]) -> None:
         """Hears of a sequence that has ended; `common` is that of `TrueRows`.
 
@@ -207,9 +220,60 @@ class Draft(nn.Module):
         which sequences end; greedy output and the law of sampled output stay the target's.
         """
 
-    def head_rows(self) -> Tensor:
-        """[Vd, H] the frozen rows of `lm_head` this draft scores."""
+    def frozen_rows(self) -> Tensor:
+        """[Vd, H] the target's rows of `lm_head` for the tokens that this draft can say."""
         raise NotImplementedError
+
+    def own_head(self) -> Tensor | None:
+        """[Vd, H] trained rows in place of the frozen ones; None: it scores with the target's."""
+        return None
+
+    def head_rows(self) -> Tensor:
+        """[Vd, H] the rows that score this draft's states."""
+        own = self.own_head()
+        return self.frozen_rows() if own is None else own
+
+
+class Head(Draft):
+    """A draft that reads the target's states. Frozen tables are outside the state dict: they are never saved."""
+
+    def __init__(self, config: HeadConfig, target: Target, own_head: bool = False) -> None:
+        """`own_head`: it scores with a trained copy of its rows of `lm_head`, not with the frozen ones."""
+        super().__init__()
+        self.config = config
+        self.taps = config.taps
+        self._shared = (target,)  # a tuple hides the frozen target from the module's parameters
+        self.vocab = torch.tensor(config.draft_vocab) if config.draft_vocab else None
+        weight = target.head_weight
+        self._frozen = (weight if self.vocab is None else weight[self.vocab.to(weight.device)],)
+        self.lm_head = _trained_copy(self._frozen[0]) if own_head else None
+
+    @property
+    def target(self) -> Target:
+        return self._shared[0]
+
+    def frozen_rows(self) -> Tensor:
+        return self._frozen[0]
+
+    def own_head(self) -> Tensor | None:
+        return None if self.lm_head is None else self.lm_head.weight
+
+    def target_ids(self, index: Tensor) -> list[int]:
+        """What drawn draft ids [B] are in the target's vocabulary."""
+        return (index if self.vocab is None else self.vocab[index.cpu()]).tolist()
+
+
+def _trained_copy(rows: Tensor) -> nn.Linear:
+    head = nn.Linear(rows.shape[1], rows.shape[0], bias=False, device="meta")
+    head.weight = nn.Parameter(rows.detach().float().clone())
+    return head
+
+
+def proposal_of(chains: Sequence[Sequence[int]], drawn: Sequence[Drawn], draft: Draft) -> Proposal:
+    """Chains of B sequences, with the laws that their tokens were drawn from, step by step."""
+    probs = [d.probs for d in drawn if d.probs is not None]
+    joined = torch.stack(probs, 1) if probs else None
+    return Proposal(tuple(tuple(x) for x in chains), joined, draft.vocab)
 
 
 def answer_chain(batch: DraftBatch, steps: int, supervised: Tensor) -> Tensor:

@@ -51,7 +51,7 @@ def propose_tree(draft: Draft, rows: TrueRows, shape: TreeShape, depth: int) -> 
 
 def _best(draft: Draft, states: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """The k best tokens behind each state: log-probabilities and target ids, [B, F, k] on the host."""
-    logits = F.linear(states, draft.head_rows()).float()
+    logits = F.linear(draft.scored(states), draft.head_rows()).float()
     best = logits.topk(k, -1)
     log_probs = (best.values - logits.logsumexp(-1, keepdim=True)).clamp(max=0).cpu()
     ids = best.indices.cpu()

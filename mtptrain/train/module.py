@@ -17,11 +17,12 @@ from typing import Any, Literal
 
 import lightning as L
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from mtptrain.attention_backends.base import AttentionBackend
 from mtptrain.drafts.base import Draft
-from mtptrain.losses.base import Loss, LossSums, compute
+from mtptrain.losses.base import Loss, LossSums
+from mtptrain.losses.chunks import compute
 from mtptrain.train.muon import Muon
 from mtptrain.train.vocabulary import ScoredTokens, Scoring
 from mtptrain.types import DraftBatch, UserError
@@ -165,6 +166,7 @@ class DraftModule(L.LightningModule):
             target_rows=torch.cat([s.target_rows for s in steps]),
             step_rows=[len(s.states) for s in steps],
             origins=torch.cat([s.label_rows - j for j, s in enumerate(steps)]),
+            draft_head=scored.own_rows,
         )
 
     def _metrics(self, loss: Tensor, sums: LossSums) -> dict[str, Tensor]:
@@ -180,7 +182,7 @@ class DraftModule(L.LightningModule):
         parameters = [p for p in self.draft.parameters() if p.requires_grad]
         if s.optimizer == "muon":
             optimizer: torch.optim.Optimizer = Muon(
-                parameters,
+                self._muon_groups(parameters),
                 s.learning_rate,
                 weight_decay=s.weight_decay,
                 steps=s.muon_steps,
@@ -196,6 +198,12 @@ class DraftModule(L.LightningModule):
             )
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, self._schedule)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    def _muon_groups(self, parameters: list[nn.Parameter]) -> list[dict[str, Any]]:
+        own = self.draft.own_head()
+        body = [p for p in parameters if p is not own]
+        tables = [p for p in parameters if p is own]
+        return [{"params": body}, *({"params": [p], "matrices": False} for p in tables)]
 
     def _schedule(self, step: int) -> float:
         """Linear warm-up, then a cosine to zero over all planned steps."""

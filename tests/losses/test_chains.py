@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from mtptrain.losses.base import VocabLoss, compute
+from mtptrain.losses.base import VocabLoss
+from mtptrain.losses.chunks import compute
 from mtptrain.losses.d_pace import DPace
 from mtptrain.losses.expected_length import ExpectedLength
 from mtptrain.losses.tv import TV

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from mtptrain.losses.base import FeatureLoss, VocabLoss, compute
+from mtptrain.losses.base import FeatureLoss, VocabLoss
+from mtptrain.losses.chunks import compute
 from mtptrain.losses.cross_entropy import CrossEntropy
 from mtptrain.losses.d_pace import DPace
 from mtptrain.losses.expected_length import ExpectedLength
@@ -114,6 +115,35 @@ def test_sum_and_gradient(
     expected = 3 * draft.grad
     atol = max(1e-5, 1e-6 * float(expected.abs().max()))  # of the largest: sums cancel
     torch.testing.assert_close(states.grad.double(), expected, rtol=1e-4, atol=atol)
+
+
+@kinds
+@pytest.mark.parametrize("chunk_rows", [1, 7, 64])
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_a_head_of_the_drafts_own(
+    loss: VocabLoss, naive: Naive, chunk_rows: int, temperature: float
+) -> None:
+    """The draft scored by its own rows, the target by the frozen ones: values and the gradients of states and
+    own head are float64 autograd's, with each step's own factors and incoming gradient."""
+    sizes, scales = (20, 0, R - 20), (3.0, 5.0, 0.5)
+    draft, target, labels, weights, head = _inputs(torch.float64)
+    own = (head + 0.3 * torch.randn_like(head)).requires_grad_()
+    p = (target @ head.T / temperature).softmax(-1)
+    q = (draft @ own.T / temperature).softmax(-1)
+    steps = zip(*(x.split(sizes) for x in (p, q, labels, weights)), strict=True)
+    expected = [(naive(*step) * step[-1]).sum() for step in steps if len(step[0])]
+    (3.0 * expected[0] + 0.5 * expected[1]).backward()
+
+    states, *rest = _inputs(torch.float32)
+    mine = own.detach().float().requires_grad_()
+    how = {"chunk_rows": chunk_rows, "temperature": temperature, "step_rows": sizes}
+    sums = compute(loss, states, *rest, draft_head=mine, **how)
+    (sums.loss * torch.tensor(scales)).sum().backward()
+    got = sums.loss.detach()[[0, 2]].double()
+    torch.testing.assert_close(got, torch.stack(expected).detach(), rtol=2e-5, atol=1e-5)
+    for ours, exact in ((states, draft), (mine, own)):
+        assert ours.grad is not None and exact.grad is not None
+        torch.testing.assert_close(ours.grad.double(), exact.grad, rtol=1e-4, atol=1e-5)
 
 
 @kinds

@@ -11,8 +11,9 @@ from hydra.utils import instantiate
 from torch import Tensor
 
 from mtptrain.compose import compose_config
-from mtptrain.losses import base
-from mtptrain.losses.base import Loss, compute
+from mtptrain.losses import chunks
+from mtptrain.losses.base import Loss
+from mtptrain.losses.chunks import compute
 from mtptrain.losses.cross_entropy import CrossEntropy
 from mtptrain.losses.expected_length import ExpectedLength
 from mtptrain.losses.kl import KL
@@ -69,13 +70,13 @@ def test_counters_and_labels() -> None:
 
 def test_the_head_runs_once_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
     """Three vocabulary losses take no more forward passes through the head than one."""
-    calls, honest = list[int](), base._Head.logits
+    calls, honest = list[int](), chunks._Head.logits
 
-    def counted(self: base._Head, states: Tensor, buffer: Tensor) -> Tensor:
+    def counted(self: chunks._Head, weight: Tensor, states: Tensor, buffer: Tensor) -> Tensor:
         calls.append(len(states))
-        return honest(self, states, buffer)
+        return honest(self, weight, states, buffer)
 
-    monkeypatch.setattr(base._Head, "logits", counted)
+    monkeypatch.setattr(chunks._Head, "logits", counted)
     three: dict[str, Loss] = {"a": KL(), "b": TV(), "c": CrossEntropy()}
     compute(KL(), *_inputs(), chunk_rows=8)
     one = list(calls)

@@ -17,7 +17,9 @@ from mtptrain.attention_backends.base import AttentionBackend, ForwardContext
 from mtptrain.capture import capture_pass
 from mtptrain.chat import Chat
 from mtptrain.drafts.base import Draft, DraftConfig, HeadConfig, Proposal
+from mtptrain.drafts.eagle3 import Eagle3Config
 from mtptrain.drafts.hybrid import Hybrid, HybridConfig
+from mtptrain.drafts.medusa import MedusaConfig
 from mtptrain.drafts.mtp import MTPConfig
 from mtptrain.drafts.ngram import NgramConfig
 from mtptrain.drafts.suffix import SuffixConfig
@@ -50,11 +52,16 @@ CASES = {
     "fewer tokens than modules": Case(MTPConfig(depth=3), 2),
     "several taps": Case(MTPConfig(taps=("layer.1", "final_prenorm", "final")), 3),
     "reduced vocabulary": Case(MTPConfig(draft_vocab=tuple(range(0, 512, 2))), 3),
+    "a head of its own": Case(Eagle3Config(taps=("layer.1", "layer.2"), head="own"), 4),
+    "heads that read no draft": Case(MedusaConfig(num_heads=3), 3),
     "prompt lookup": Case(NgramConfig(), 4),
     "static tree": Case(MTPConfig(), 5, TreeShape("static")),
     "dynamic tree": Case(MTPConfig(), 4, TreeShape("dynamic", 40, 5)),
     "tree of a reduced vocabulary": Case(
         MTPConfig(draft_vocab=tuple(range(0, 512, 2))), 3, TreeShape("dynamic", 9, 3)
+    ),
+    "tree of normed states": Case(
+        Eagle3Config(taps=("layer.1", "layer.2"), tap_norms=True), 3, TreeShape("dynamic", 9, 3)
     ),
     "suffix": Case(SuffixConfig(), 4),
     "suffix alone": Case(SuffixConfig(max_outputs=0), 6),

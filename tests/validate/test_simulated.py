@@ -11,6 +11,8 @@ import torch
 
 from mtptrain.attention_backends.base import AttentionBackend
 from mtptrain.drafts.base import Draft
+from mtptrain.drafts.eagle3 import Eagle3Config
+from mtptrain.drafts.medusa import MedusaConfig
 from mtptrain.drafts.mtp import MTPConfig
 from mtptrain.drafts.ngram import NgramConfig
 from mtptrain.runtime.engine import Engine
@@ -28,6 +30,11 @@ HEADS = {
         MTPConfig(taps=("layer.1", "final"), draft_vocab=tuple(range(0, 512, 2))),
         2,
     ),
+    "fed back raw, a head of its own": (
+        Eagle3Config(taps=("layer.1", "layer.2", "final_prenorm"), head="own"),
+        3,
+    ),
+    "heads that read no draft": (MedusaConfig(num_heads=3), 3),
 }
 
 
