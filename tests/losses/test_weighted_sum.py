@@ -114,8 +114,8 @@ def test_a_recipe_of_ones_own_composes_losses(tmp_path: Path) -> None:
     """Parts come from the group `loss` by name, in a recipe as on the command line."""
     text = """# @package _global_
 defaults:
-  - override /loss: weighted_sum
   - /loss@loss.parts.tv: tv
+  - override /loss: weighted_sum
 recipe: own
 loss:
   weights: {kl: 2.0, cross_entropy: 0.0, tv: 0.5}
