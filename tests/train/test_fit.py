@@ -15,7 +15,6 @@ from torch import Tensor
 from hidden_state_cache import FeatureStore
 from mtptrain.attention_backends.base import AttentionBackend
 from mtptrain.drafts.base import HeadConfig
-from mtptrain.drafts.eagle import EagleConfig
 from mtptrain.drafts.eagle3 import Eagle3Config
 from mtptrain.drafts.medusa import MedusaConfig
 from mtptrain.drafts.mtp import MTPConfig
@@ -140,7 +139,6 @@ def test_killed_behind_the_last_checkpoint(fit: Callable[..., TrainResult], tmp_
         {"scored_tokens": 64},
         {"accumulate": 2, "checkpoint_every": 3},
         {"feature_noise": 0.2, "average": "samples"},
-        {"config": EagleConfig(feature_noise=0.2)},
         {"config": OWN_HEAD, "optimizer": "muon", "scored_tokens": 64},
         {"config": MedusaConfig(num_heads=3)},
     ],
@@ -152,7 +150,7 @@ def test_every_choice_resumes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Muon's momentum is part of the checkpoint, the tokens and the noise drawn for a step are a function of the
-    step, a step of several batches is resumed at its first, and a draft's own noise goes on where it was."""
+    step, a step of several batches is resumed at its first."""
     result = fit(tmp_path / "whole", **how)
     with monkeypatch.context() as patch:
         _kill_at(min(7, result.steps - 1), patch)
