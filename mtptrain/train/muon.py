@@ -44,7 +44,7 @@ class Muon(torch.optim.Optimizer):
     ) -> None:
         shared: dict[str, Any] = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
         shared |= {"steps": steps, "other_lr_scale": other_lr_scale, "matrices": True}
-        super().__init__(list(params), shared)
+        super().__init__(params, shared)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # pyright: ignore
