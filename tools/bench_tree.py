@@ -109,7 +109,7 @@ def main() -> None:
     bench.finish("tree", ours, reference, "verify passes/s", args.threads, more)
 
 
-def _bench(batch_size: int, longest: int, shape: dict[str, object]) -> Bench:
+def _bench(batch_size: int, longest: int, shape: dict[str, int]) -> Bench:
     torch.manual_seed(0)
     target = Target(LlamaForCausalLM(LlamaConfig(**shape)))  # pyright: ignore[reportArgumentType]
     pages = batch_size * -(-(longest + ROWS) // PAGE_SIZE)

@@ -24,7 +24,9 @@ from mtptrain.types import UserError
 
 ROOT = -1
 
-STATIC_RANKS = (  # EAGLE-1's tree: the ranks of a node and of its ancestors, from the root on
+STATIC_RANKS: tuple[
+    tuple[int, ...], ...
+] = (  # EAGLE-1's tree: the ranks of a node and of its ancestors, from the root on
     *((0,), (1,), (2,), (3,)),
     *((0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (2, 0), (2, 1), (3, 0)),
     *((0, 0, 0), (0, 0, 1), (0, 0, 2), (0, 1, 0), (0, 1, 1), (0, 2, 0), (0, 2, 1), (1, 0, 0)),
@@ -140,7 +142,9 @@ def best_first(
 ) -> Tree:
     """The `nodes` best paths where place d says token_ids[d][r] with log-probability log_probs[d][r], r from
     the best on, whatever was said before it (DDTree). Stops where there are no more paths."""
-    heap = [(-log_probs[0][0], (0,), ROOT)] if token_ids and token_ids[0] else []
+    heap: list[tuple[float, tuple[int, ...], int]] = []
+    if token_ids and token_ids[0]:
+        heap.append((-log_probs[0][0], (0,), ROOT))
     tokens: list[int] = []
     parents: list[int] = []
     while heap and len(tokens) < nodes:

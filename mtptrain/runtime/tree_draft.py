@@ -83,7 +83,8 @@ def _dynamic(draft: Draft, rows: TrueRows, shape: TreeShape, depth: int) -> list
         states, row = run.run(ids.gather(1, pick), _take(states, above), row.gather(1, above))
         scores, node = score.gather(1, pick), count + pick
         count += score.shape[1]
-    candidates = zip(*(torch.cat(x, 1).tolist() for x in zip(*found, strict=True)), strict=True)
+    ids, parents, scores = (torch.cat(x, 1).tolist() for x in zip(*found, strict=True))
+    candidates = zip(ids, parents, scores, strict=True)
     return [best_nodes(*of_one, shape.nodes) for of_one in candidates]
 
 
