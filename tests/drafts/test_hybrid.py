@@ -65,7 +65,7 @@ class Seen:
     def __init__(self) -> None:
         self.asked: list[tuple[list[int], list[int]]] = []
 
-    def context(self, first_rows: Sequence[int], lens: Sequence[int]) -> Any:
+    def context(self, first_rows: Sequence[int], lens: Sequence[int], tails: object = None) -> Any:
         self.asked.append((list(first_rows), list(lens)))
 
 

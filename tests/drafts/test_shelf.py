@@ -63,7 +63,7 @@ VARIANTS: dict[str, list[dict[str, object]]] = {
     ],
     "eagle": [
         {},
-        {"norms": "restored", "feature_noise": 0.0},
+        {"norms": "restored"},
         {"taps": ("layer.2",), "draft_vocab": EVEN, "embedding_scale": 0.3},
     ],
     "medusa": [

@@ -143,7 +143,8 @@ def test_a_head_of_the_drafts_own(
     torch.testing.assert_close(got, torch.stack(expected).detach(), rtol=2e-5, atol=1e-5)
     for ours, exact in ((states, draft), (mine, own)):
         assert ours.grad is not None and exact.grad is not None
-        torch.testing.assert_close(ours.grad.double(), exact.grad, rtol=1e-4, atol=1e-5)
+        atol = max(1e-5, 1e-6 * float(exact.grad.abs().max()))
+        torch.testing.assert_close(ours.grad.double(), exact.grad, rtol=1e-4, atol=atol)
 
 
 @kinds
