@@ -14,6 +14,8 @@ from mtptrain.types import UserError
 MOST = 10**12  # of anything that is counted
 RANGES: dict[str, tuple[float, float]] = {
     "num_draft_tokens": (1, 1024),
+    "tree.nodes": (1, 1024),
+    "tree.top_k": (1, 64),
     "temperature": (0, 1000),
     "batch_size": (1, MOST),
     "seed": (0, 2**32 - 1),  # what torch, numpy and Lightning all take
@@ -40,12 +42,16 @@ RANGES: dict[str, tuple[float, float]] = {
     "train.unroll_steps": (1, 1024),
     "train.unroll_from": (0, 1),
     "train.step_decay": (1e-9, 1e9),
+    "train.feature_noise": (0, 1e9),
     "train.scored_tokens": (0, MOST),
     "train.held_out": (0, MOST),
     "train.curve_points": (0, MOST),
     "train.checkpoint_every": (1, MOST),
     "validate.max_new_tokens": (1, MOST),
     "validate.sampled_prompts": (0, MOST),
+    "validate.top_k": (0, MOST),
+    "validate.top_p": (1e-9, 1),
+    "validate.min_p": (0, 1),
     "runtime.page_size": (1, MOST),
     "runtime.kv_tokens": (1, MOST),
     "runtime.max_prefill_tokens": (1, MOST),

@@ -32,6 +32,7 @@ from mtptrain.prepare import PrepareSettings
 from mtptrain.run import StageFolder, cache_dir, fingerprint
 from mtptrain.runtime.engine import Engine
 from mtptrain.runtime.scheduler import EngineLimits
+from mtptrain.runtime.tree import TreeShape
 from mtptrain.targets.base import Target, layer_count, max_positions, place_taps
 from mtptrain.targets.fingerprint import target_fingerprint
 from mtptrain.targets.gguf import resolve
@@ -88,6 +89,7 @@ class Session:
             raise UserError(
                 "draft= names a draft that needs no training; choose a head such as draft=mtp"
             )
+        self.tree.require(config)
         return replace(config, taps=place_taps(config.taps, layer_count(self.folder)))
 
     @property
@@ -151,6 +153,10 @@ class Session:
         """A section of the config as its frozen dataclass."""
         return kind(**OmegaConf.to_container(self.config[key], resolve=True))  # pyright: ignore
 
+    @cached_property
+    def tree(self) -> TreeShape:
+        return self.settings(TreeShape, "tree")
+
     def limits(self, max_batch: int, num_draft_tokens: int = 0) -> EngineLimits:
         runtime = self.config.runtime
         pages = -(-int(runtime.kv_tokens) // int(runtime.page_size))
@@ -160,6 +166,7 @@ class Session:
             int(runtime.page_size),
             pages,
             num_draft_tokens,
+            self.tree,
         )
 
     def engine(
@@ -200,7 +207,7 @@ class Session:
     def validate_key(self) -> str:
         c = self.config
         parts = (self.eval_prompts, c.num_draft_tokens, c.temperature, c.batch_size, c.validate)
-        return fingerprint("validate", self.train_key, *parts)
+        return fingerprint("validate", self.train_key, *parts, self.tree)
 
     def store_identity(self) -> StoreIdentity:
         key = self.answers_key[:16]

@@ -67,7 +67,11 @@ class Sample:
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How tokens are drawn; identical for target and draft. temperature 0 is greedy."""
+    """How tokens are drawn; identical for target and draft. temperature 0 is greedy.
+
+    `block_verify`: drafted tokens are accepted as a block rather than one by one, see `runtime.verify`; it
+    changes how many are accepted and not the law of what is said.
+    """
 
     temperature: float = 0.0
     top_k: int = 0  # 0 keeps all
@@ -75,12 +79,16 @@ class SamplingParams:
     max_new_tokens: int = 96
     seed: int = 0
     ignore_eos: bool = False
+    min_p: float = 0.0  # 0 keeps all; else a token needs this share of the best one's probability
+    block_verify: bool = False
 
     def __post_init__(self) -> None:
         if self.temperature < 0:
             raise UserError(f"temperature={self.temperature} must not be negative; 0 is greedy")
         if not 0 < self.top_p <= 1:
             raise UserError(f"top_p={self.top_p} must lie above 0 and at most at 1")
+        if not 0 <= self.min_p <= 1:
+            raise UserError(f"min_p={self.min_p} must lie in 0 to 1")
         if self.top_k < 0 or self.max_new_tokens < 1:
             raise UserError(
                 f"top_k={self.top_k} must be at least 0 and max_new_tokens={self.max_new_tokens} at least 1"
@@ -98,8 +106,9 @@ class Request:
 
 @dataclass(frozen=True)
 class VerifyPass:
-    """One target forward over a proposal: `accepted` of `proposed` drafted tokens held; it emitted accepted + 1
-    tokens, of which `emitted` were kept (fewer only where the answer ended inside the pass)."""
+    """One target forward over a proposal: `accepted` of `proposed` drafted tokens (of a token tree: of all its
+    nodes) held; it emitted accepted + 1 tokens, of which `emitted` were kept (fewer only where the answer ended
+    inside the pass)."""
 
     proposed: int
     accepted: int

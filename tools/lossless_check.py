@@ -17,6 +17,7 @@ from mtptrain.drafts.base import Draft
 from mtptrain.drafts.folder import load_draft
 from mtptrain.runtime.engine import Engine
 from mtptrain.runtime.scheduler import EngineLimits
+from mtptrain.runtime.tree import TreeShape
 from mtptrain.types import Completion, SamplingParams
 
 PAGE_SIZE = 16
@@ -31,15 +32,17 @@ def main() -> None:
     parser.add_argument("--new-tokens", type=int, default=96)
     parser.add_argument("--batch-size", type=int, default=8)
     parser.add_argument("--num-draft-tokens", type=int, default=4)
+    parser.add_argument("--tree", choices=("static", "dynamic"), help="propose trees, not chains")
     args = bench.begin(parser)
     subject = bench.load_subject()
     requests = bench.first_turns(bench.conversations(args.data, args.prompts), subject.chat)
     draft = load_draft(args.run_dir / "draft", subject.target)
+    tree = TreeShape(args.tree)
 
     def engine(head: Draft | None, num_draft_tokens: int) -> Answers:
-        longest = max(len(r.prompt_ids) for r in requests) + args.new_tokens + num_draft_tokens
-        pages = args.batch_size * (longest // PAGE_SIZE + 1)
-        limits = EngineLimits(args.batch_size, 1024, PAGE_SIZE, pages, num_draft_tokens)
+        longest = max(len(r.prompt_ids) for r in requests) + args.new_tokens
+        pages = args.batch_size * ((longest + tree.most_rows(num_draft_tokens)) // PAGE_SIZE + 1)
+        limits = EngineLimits(args.batch_size, 1024, PAGE_SIZE, pages, num_draft_tokens, tree)
         runner = Engine(subject.target, SdpaBackend(), limits, subject.chat.eos_ids, head)
         done: Sequence[Completion] = runner.generate(
             requests, SamplingParams(max_new_tokens=args.new_tokens)

@@ -21,6 +21,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from mtptrain.types import UserError
 
 ATTENTION_NAME = "mtptrain"
+UNSEEN = 1 << 40  # row of a key that a query does not see: above every query
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,6 +29,9 @@ class PagedBatch:
     """Where one forward writes its keys and values and which pages each sequence reads.
 
     Row index = place of a token in its sequence; a query sees the keys whose row index is not above its own.
+    Where `tails` are given, the newest rows of each sequence are a token tree: of them a query sees those that
+    its mask names (its ancestors and itself), below them all. It stands at the place that the number of keys
+    it sees gives it, which is what a sliding window counts from.
     """
 
     keys: Sequence[Tensor]  # per layer [P, heads, page_size, head_dim]
@@ -36,6 +40,7 @@ class PagedBatch:
     page_tables: tuple[Tensor, ...]  # per sequence [pages of it] int64, on the host
     kv_lens: tuple[int, ...]  # per sequence, the rows of this forward included
     slots: Tensor  # [T] int64, page * page_size + offset of each packed row
+    tails: tuple[Tensor, ...] | None = None  # per sequence [queries, newest rows] bool, on the host
 
 
 @dataclass(eq=False)
@@ -142,3 +147,30 @@ def register() -> str:
 def split_rows(x: Tensor, lens: Sequence[int]) -> tuple[Tensor, ...]:
     """Views of the packed rows of each document."""
     return torch.split(x, list(lens))
+
+
+def tree_query_rows(query_rows: Tensor, tails: tuple[Tensor, ...], first: Tensor) -> Tensor:
+    """A node stands behind the keys that it sees, [B + 1, Q]."""
+    rows = query_rows.clone()
+    for i, tail in enumerate(tails):
+        rows[i, : len(tail)] = first[i] + tail.sum(1) - 1
+    return rows
+
+
+def tree_key_rows(
+    key_rows: Tensor,  # [M, 1, page_size]
+    owner: Tensor,  # [M]
+    tails: tuple[Tensor, ...],
+    first: Tensor,  # [B + 1] row where each sequence's tail begins
+    width: int,
+) -> Tensor:  # [M, Q, page_size]
+    """The row of each key as each query counts: in a tail, its place among the keys that the query sees."""
+    longest = max(t.shape[1] for t in tails)
+    place = torch.full((len(tails) + 1, width, longest + 1), UNSEEN)
+    for i, tail in enumerate(tails):
+        counted = first[i] + tail.cumsum(1) - 1
+        place[i, : len(tail), : tail.shape[1]] = counted.masked_fill(~tail, UNSEEN)
+    offset = key_rows - first[owner][:, None, None]
+    query = torch.arange(width)[None, :, None]
+    inside = place[owner[:, None, None], query, offset.clamp(0, longest)]
+    return torch.where(offset < 0, key_rows, inside)

@@ -4,8 +4,9 @@ Three shapes of work, one rule each. Whole documents and prefill chunks: one SDP
 padding is computed; query heads are grouped by stride-0 expansion, so no key is copied per query head.
 Decode and verify: every page is a unit of work for one batched GEMM over the pool as it lies in memory (no
 gathering of keys), and the pages of a sequence are merged by log-sum-exp; a page shared by many sequences
-is read once for all of them. Unrolled training steps: step-0 keys plus the row's own later keys.
-It gives up fused kernels: a GPU wants the flashinfer backend.
+is read once for all of them. Only pages with a key that some query must not see meet a mask, so that of a
+token tree touches its own few pages, however long the context. Unrolled training steps: step-0 keys plus
+the row's own later keys. It gives up fused kernels: a GPU wants the flashinfer backend.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from mtptrain.attention_backends.base import (
     PagedBatch,
     UnrollCache,
     split_rows,
+    tree_key_rows,
+    tree_query_rows,
 )
 
 MAX_DECODE_QUERIES = (
@@ -47,7 +50,9 @@ class PagePlan:
     pages: Tensor | None  # [num_own] to gather; None: pages 0..num_own-1 as they lie in the pool
     shared: tuple[SharedPage, ...]
     owner: Tensor  # [E] int64, sequence of each entry; B stands for nobody
-    bias: Tensor  # [E, 1, 1, Q, page_size], 0 or -inf
+    masked: Tensor  # [M] int64, the entries with a key that some query does not see
+    masked_rows: Tensor  # [M, 1 or Q, page_size] rows of their keys, as each query counts
+    bias: Tensor  # [M, 1, 1, Q, page_size], 0 or -inf
     row_of: Tensor  # [B, Q] int64, packed row of each query, padded with the sequence's last row
     padded_of: Tensor  # [T] int64, inverse: place in [B * Q] of each packed row
     key_rows: Tensor  # [E, page_size] row index of each key
@@ -55,10 +60,13 @@ class PagePlan:
 
 
 class SdpaBackend(AttentionBackend):
-    """See the file's opening."""
+    """See the file's opening. Token trees are decode work, whatever their size."""
+
+    def __init__(self, max_decode_queries: int = MAX_DECODE_QUERIES) -> None:
+        self.max_decode_queries = max_decode_queries
 
     def plan(self, query_lens: tuple[int, ...], paged: PagedBatch) -> object:
-        if max(query_lens) > MAX_DECODE_QUERIES:
+        if paged.tails is None and max(query_lens) > self.max_decode_queries:
             return None
         return _plan_pages(query_lens, paged)
 
@@ -196,10 +204,17 @@ def _plan_pages(query_lens: tuple[int, ...], paged: PagedBatch) -> PagePlan:
     owner = torch.cat([own_seq, shared_seq])
     key_rows = torch.cat([own_index, shared_index])[:, None] * size + torch.arange(size)
     row_of, padded_of, query_rows = _query_layout(query_lens, paged.kv_lens, width)
-    bias = _bias(owner, key_rows, query_rows, None)
-    moved = (x.to(device) for x in (owner, bias, row_of, padded_of, key_rows, query_rows))
+    tail_lens = query_lens if paged.tails is None else [t.shape[1] for t in paged.tails]
+    first = torch.tensor([*paged.kv_lens, 0]) - torch.tensor([*tail_lens, 0])
+    masked = (key_rows[:, -1] >= first[owner]).nonzero().squeeze(1)  # pages of nobody too
+    masked_rows = key_rows[masked][:, None]
+    if paged.tails is not None:
+        query_rows = tree_query_rows(query_rows, paged.tails, first)
+        masked_rows = tree_key_rows(masked_rows, owner[masked], paged.tails, first, width)
+    bias = _bias(owner[masked], masked_rows, query_rows, None)
+    tensors = (owner, masked, masked_rows, bias, row_of, padded_of, key_rows, query_rows)
     pages = pages if pages is None else pages.to(device)
-    return PagePlan(len(own_seq), pages, shared, *moved)
+    return PagePlan(len(own_seq), pages, shared, *(x.to(device) for x in tensors))
 
 
 def _group_shared(
@@ -230,12 +245,21 @@ def _query_layout(
 
 
 def _bias(owner: Tensor, key_rows: Tensor, query_rows: Tensor, window: int | None) -> Tensor:
-    distance = query_rows[owner][:, :, None] - key_rows[:, None]  # [E, Q, page_size]
+    """[E, 1, 1, Q, page_size]; `key_rows` [E, 1 or Q, page_size]."""
+    distance = query_rows[owner][:, :, None] - key_rows
     visible = distance >= 0
     if window is not None:
         visible &= distance < window
     bias = torch.zeros(visible.shape).masked_fill_(~visible, float("-inf"))
     return bias[:, None, None]
+
+
+def _window_bias(plan: PagePlan, window: int) -> Tensor:
+    """Of all entries: a window hides keys in any page."""
+    bias = _bias(plan.owner, plan.key_rows[:, None], plan.query_rows, window)
+    mine = plan.owner[plan.masked]
+    bias[plan.masked] = _bias(mine, plan.masked_rows, plan.query_rows, window)
+    return bias
 
 
 def _attend_pages(
@@ -252,11 +276,13 @@ def _attend_pages(
     q = (query * scale)[plan.row_of].view(batch, width, heads, groups, dim)
     q = q.permute(0, 2, 3, 1, 4).reshape(batch, heads, groups * width, dim)
     q = torch.cat([q, q.new_zeros(1, heads, groups * width, dim)])  # the entry of nobody
-    bias = (
-        plan.bias if window is None else _bias(plan.owner, plan.key_rows, plan.query_rows, window)
-    )
     scores = _page_products(q, keys.transpose(2, 3), plan, per_query=None)
-    scores = scores.view(-1, heads, groups, width, size).add_(bias).flatten(2, 3)
+    scores = scores.view(-1, heads, groups, width, size)
+    if window is None:
+        scores[plan.masked] += plan.bias
+    else:
+        scores.add_(_window_bias(plan, window))
+    scores = scores.flatten(2, 3)
     top = scores.amax(-1)  # [E, heads, G * Q]
     weights = scores.sub_(top.clamp(min=torch.finfo(top.dtype).min)[..., None]).exp_()
     partial = _page_products(q, values, plan, per_query=weights)

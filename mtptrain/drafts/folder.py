@@ -14,6 +14,7 @@ import importlib
 import json
 import re
 from dataclasses import asdict, dataclass, replace
+from inspect import isabstract
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -71,16 +72,22 @@ def contract(
         type(target.decoder.norm).__name__,
         target.norm_eps,
         dict(rope or {}),
-        ("embedding", "feature"),
-        "row t at unrolled step j sits at position t + j",
-        {
-            "embedding": _hash(
-                target.embed(torch.arange(min(64, target.vocab_size)).to(target.device))
-            ),
-            "lm_head": _hash(target.head_weight[:64]),
-        },
+        draft.concat_order,
+        draft.position_rule,
+        _borrowed(draft, target),
         len(draft.vocab) if draft.vocab is not None else target.vocab_size,
     )
+
+
+def _borrowed(draft: Draft, target: Target) -> dict[str, str]:
+    """Hashes of the frozen tables that the draft reads."""
+    shared = {}
+    if "embedding" in draft.concat_order:
+        ids = torch.arange(min(64, target.vocab_size)).to(target.device)
+        shared["embedding"] = _hash(target.embed(ids))
+    if draft.own_head() is None:
+        shared["lm_head"] = _hash(target.head_weight[:64])
+    return shared
 
 
 def _hash(tensor: Tensor) -> str:
@@ -188,7 +195,7 @@ def _mechanism(name: object, where: Path) -> type[HeadConfig]:
         kind = getattr(importlib.import_module(named[1]), named[2]) if named else None
     except (ImportError, AttributeError):
         kind = None
-    if isinstance(kind, type) and issubclass(kind, HeadConfig) and kind is not HeadConfig:
+    if isinstance(kind, type) and issubclass(kind, HeadConfig) and not isabstract(kind):
         return kind
     raise UserError(f"{where}: {shown(name)} is no head of mtptrain; export it again")
 

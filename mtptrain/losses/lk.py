@@ -10,16 +10,19 @@ Source: 2602.23881, eta = 3.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import Tensor
 
-from mtptrain.losses.base import Block, Term, VocabLoss
+from mtptrain.losses.base import Block, Rows, Term, VocabLoss
 from mtptrain.types import UserError
 
 
 @dataclass(frozen=True)
 class LK(VocabLoss):
     """`eta` >= 0: how fast acceptance hands over from KL to TV; 0 is pure KL."""
+
+    num_terms: ClassVar[int] = 2
 
     eta: float = 3.0
 
@@ -34,6 +37,7 @@ class LK(VocabLoss):
         tv_grad = sign.sub_(mean).mul_(block.q).mul_(0.5)
         return Term(cross_entropy - block.entropy, block.gap), Term(1 - block.acceptance, tv_grad)
 
-    def mix(self, mean_acceptance: Tensor) -> tuple[Tensor, ...]:
-        kl_share = (-self.eta * mean_acceptance).exp()  # [S]
-        return kl_share, 1 - kl_share
+    def mix(self, values: Tensor, rows: Rows) -> Tensor:
+        kl, tv = values
+        kl_share = (-self.eta * rows.means(1 - tv.detach())).exp()  # [K]
+        return kl_share * kl + (1 - kl_share) * tv

@@ -2,8 +2,9 @@
 
 One loop: admit, then either a prefill step or a decode step. With a draft, a decode step lets the draft
 refill its pages with true features and propose, runs one verify pass of the target, and rolls back by
-length: what was not accepted is overwritten by the next rows. Without one it is plain batched decoding, the
-reference that speculation must equal. It gives up streaming: a completion is handed over when it is whole.
+length: what was not accepted is overwritten by the next rows. Of a token tree the accepted path is first moved
+to where a chain's rows lie. Without a draft it is plain batched decoding, the reference that speculation must
+equal. It gives up streaming: a completion is handed over when it is whole.
 """
 
 from __future__ import annotations
@@ -18,15 +19,24 @@ import torch
 from torch import Tensor
 
 from mtptrain.attention_backends.base import AttentionBackend
-from mtptrain.drafts.base import Draft, Drawn, Proposal
+from mtptrain.drafts.base import Draft, Draw, Drawn, Proposal
 from mtptrain.runtime.model_runner import ModelRunner
 from mtptrain.runtime.sampler import draw, probabilities, uniforms
 from mtptrain.runtime.scheduler import EngineLimits, Scheduler, Sequence
-from mtptrain.runtime.verify import verify_greedy, verify_sampled
+from mtptrain.runtime.tree import Tree
+from mtptrain.runtime.tree_draft import propose_tree
+from mtptrain.runtime.verify import (
+    say_sampled,
+    verify_block,
+    verify_greedy,
+    verify_sampled,
+    verify_trees,
+)
 from mtptrain.targets.base import Target
 from mtptrain.types import Completion, Request, SamplingParams, UserError, VerifyPass
 
 OnFinish = Callable[[Completion], None]
+Verdict = tuple[Seq[int], int]  # indices of the accepted tokens in their proposal, next token
 
 
 @dataclass
@@ -60,6 +70,8 @@ class Engine:
                 f"num_draft_tokens={limits.num_draft_tokens} does not fit this draft; use 1 to "
                 f"{draft.max_draft_tokens or 'any number'}"
             )
+        if draft is not None:
+            limits.tree.require(draft.config)
         self.target, self.draft, self.limits, self.eos_ids = target, draft, limits, eos_ids
         self.capture = bool(capture_taps)
         self.runner = ModelRunner(
@@ -79,6 +91,8 @@ class Engine:
             for sequence in self._step(scheduler):
                 completion = sequence.completion()
                 scheduler.finish(sequence)
+                if self.draft is not None:
+                    self.draft.finish(completion, self.runner.common)
                 done[sequence.place] = completion
                 if on_finish is not None:
                     on_finish(completion)
@@ -140,32 +154,36 @@ class Engine:
     def _decode(self, scheduler: Scheduler) -> None:
         sequences = scheduler.running
         for sequence in sequences:
-            scheduler.grow(sequence, len(sequence.token_ids) + self.limits.num_draft_tokens)
+            scheduler.grow(sequence, len(sequence.token_ids) + self.limits.draft_rows)
         proposal = self._propose(sequences)
         rows = [[s.token_ids[-1], *c] for s, c in zip(sequences, proposal.token_ids, strict=True)]
-        out = self.runner.run_target(sequences, rows)
         lens = [len(r) for r in rows]
-        verdicts = self._verify(sequences, proposal, out.final, lens)
-        features = out.features.split(lens)
-        accepted = [a for a, _ in verdicts]
-        self._advance(
-            sequences,
-            [a + 1 for a in accepted],
-            [f[: a + 1] for f, a in zip(features, accepted, strict=True)],
-        )
-        for sequence, chain, (a, token) in zip(
+        if proposal.parents is None:
+            out = self.runner.run_target(sequences, rows)
+            verdicts = self._verify(sequences, proposal, out.final, lens)
+        else:
+            trees = [Tree(*x) for x in zip(proposal.token_ids, proposal.parents, strict=True)]
+            out = self.runner.run_target(sequences, rows, trees)
+            verdicts = self._verify_trees(sequences, trees, out.final, lens)
+            self.runner.keep_paths(sequences, [path for path, _ in verdicts])
+        paths = [path for path, _ in verdicts]
+        features = [_along(*x) for x in zip(out.features.split(lens), paths, strict=True)]
+        self._advance(sequences, [len(path) + 1 for path in paths], features)
+        for sequence, proposed, verdict in zip(
             sequences, proposal.token_ids, verdicts, strict=True
         ):
-            self._emit(sequence, chain, a, token)
+            self._emit(sequence, proposed, *verdict)
 
-    def _emit(self, sequence: Sequence, chain: tuple[int, ...], accepted: int, token: int) -> None:
+    def _emit(
+        self, sequence: Sequence, proposed: tuple[int, ...], path: Seq[int], token: int
+    ) -> None:
         if sequence.finish_reason:  # only its last feature was missing
             return
-        kept = sequence.append([*chain[:accepted], token], self.eos_ids)
+        kept = sequence.append([*(proposed[i] for i in path), token], self.eos_ids)
         sequence.decode_steps += 1
         self.times.decoded_tokens += kept
-        if chain:
-            sequence.passes.append(VerifyPass(len(chain), accepted, kept))
+        if proposed:
+            sequence.passes.append(VerifyPass(len(proposed), len(path), kept))
 
     def _propose(self, sequences: Seq[Sequence]) -> Proposal:
         if self.draft is None:
@@ -173,27 +191,31 @@ class Engine:
         start = perf_counter()
         lens = [s.kv_len - s.draft_len for s in sequences]
         rows = self.runner.true_rows(sequences, lens)
-        proposal = self.draft.propose(rows, self.limits.num_draft_tokens, self._draw_for(sequences))
+        depth, tree = self.limits.num_draft_tokens, self.limits.tree
+        if tree.kind is None:
+            proposal = self.draft.propose(rows, depth, self._draw_for(sequences))
+        else:
+            proposal = propose_tree(self.draft, rows, tree, depth)
         for sequence in sequences:
             sequence.draft_len, sequence.pending = sequence.kv_len, []
         self.times.draft_s += perf_counter() - start
         return proposal
 
-    def _draw_for(self, sequences: Seq[Sequence]) -> Callable[[Tensor], Drawn]:
+    def _draw_for(self, sequences: Seq[Sequence]) -> Draw:
         params, generators = sequences[0].params, [s.generator for s in sequences]
 
-        def draw_tokens(logits: Tensor) -> Drawn:
+        def draw_tokens(logits: Tensor, among: Seq[int] | None = None) -> Drawn:
             if params.temperature == 0:
                 return Drawn(logits.argmax(-1), None)
             probs = probabilities(logits, params)
-            return Drawn(draw(probs, uniforms(generators)), probs)
+            own = generators if among is None else [generators[i] for i in among]
+            return Drawn(draw(probs, uniforms(own)), probs)
 
         return draw_tokens
 
     def _verify(
         self, sequences: Seq[Sequence], proposal: Proposal, final: Tensor, lens: Seq[int]
-    ) -> list[tuple[int, int]]:
-        """(accepted, next token) of each sequence."""
+    ) -> list[Verdict]:
         params, chains = sequences[0].params, proposal.token_ids
         if params.temperature == 0:
             starts = [0, *accumulate(lens)]
@@ -201,15 +223,34 @@ class Engine:
             def best(rows: Seq[tuple[int, int]]) -> list[int]:
                 return self.target.greedy(final[[starts[i] + k for i, k in rows]]).tolist()
 
-            return verify_greedy(chains, best)
+            return [(range(a), token) for a, token in verify_greedy(chains, best)]
+        verify = verify_block if params.block_verify else verify_sampled
         verdicts = []
         for i, (sequence, chain, states) in enumerate(
             zip(sequences, chains, final.split(list(lens)), strict=True)
         ):
             p = probabilities(self.target.logits(states), params)
             q = None if proposal.probs is None else proposal.probs[i]
-            verdicts.append(verify_sampled(chain, p, q, proposal.vocab, sequence.generator))
+            accepted, token = verify(chain, p, q, proposal.vocab, sequence.generator)
+            verdicts.append((range(accepted), token))
         return verdicts
+
+    def _verify_trees(
+        self, sequences: Seq[Sequence], trees: Seq[Tree], final: Tensor, lens: Seq[int]
+    ) -> list[tuple[list[int], int]]:
+        params, starts = sequences[0].params, [0, *accumulate(lens)]
+
+        def says(rows: Seq[tuple[int, int]]) -> list[int]:
+            states = final[[starts[i] + k for i, k in rows]]
+            if params.temperature == 0:
+                return self.target.greedy(states).tolist()
+            laws = probabilities(self.target.logits(states), params)
+            return [
+                say_sampled(law, list(trees[i].children.get(k - 1, {})), sequences[i].generator)
+                for (i, k), law in zip(rows, laws, strict=True)
+            ]
+
+        return verify_trees(trees, says)
 
     def _next_tokens(self, sequences: Seq[Sequence], final: Tensor) -> list[int]:
         params = sequences[0].params
@@ -217,3 +258,10 @@ class Engine:
             return self.target.greedy(final).tolist()
         probs = probabilities(self.target.logits(final), params)
         return draw(probs, uniforms([s.generator for s in sequences])).tolist()
+
+
+def _along(rows: Tensor, path: Seq[int]) -> Tensor:
+    """The first row, and those of the accepted path behind it."""
+    if isinstance(path, range):  # a chain: rows as they lie
+        return rows[: len(path) + 1]
+    return rows[[0, *(node + 1 for node in path)]]

@@ -37,6 +37,13 @@ class KVPool:
         self.keys = [layer(*shape) for shape in shapes]
         self.values = [layer(*shape) for shape in shapes]
 
+    def move(self, source: Tensor, goal: Tensor, num_layers: int) -> None:
+        """Copies rows between slots (page * page_size + offset, [n] each) in the first layers; all are read
+        before any is written."""
+        size = self.page_size
+        for pool in (*self.keys[:num_layers], *self.values[:num_layers]):
+            pool[goal // size, :, goal % size] = pool[source // size, :, source % size]
+
 
 class PageBook:
     """Which pages are free, shared or published. Pages are integers; no tensor is touched here."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from mtptrain.attention_backends.base import AttentionBackend, ForwardContext, P
 from mtptrain.drafts.base import Draft, TrueRows
 from mtptrain.runtime.kv_pages import KVPool
 from mtptrain.runtime.scheduler import EngineLimits, Sequence
+from mtptrain.runtime.tree import Tree
 from mtptrain.targets.base import Target, TargetOutput
 
 
@@ -26,8 +28,10 @@ class SequencePages:
     runner: ModelRunner
     sequences: Seq[Sequence]
 
-    def context(self, first_rows: Seq[int], lens: Seq[int]) -> ForwardContext:
-        return self.runner.context(self.sequences, first_rows, lens)
+    def context(
+        self, first_rows: Seq[int], lens: Seq[int], tails: Seq[Tensor] | None = None
+    ) -> ForwardContext:
+        return self.runner.context(self.sequences, first_rows, lens, tails)
 
 
 class ModelRunner:
@@ -42,6 +46,7 @@ class ModelRunner:
         taps: tuple[str, ...],
     ) -> None:
         self.target, self.draft, self.backend, self.taps = target, draft, backend, taps
+        self.common: dict[str, Any] = {}  # what the draft keeps over all sequences
         layers = target.num_layers + (draft.num_kv_layers if draft else 0)
         self.pool = KVPool(
             limits.num_pages,
@@ -52,16 +57,23 @@ class ModelRunner:
         )
 
     def context(
-        self, sequences: Seq[Sequence], first_rows: Seq[int], lens: Seq[int]
+        self,
+        sequences: Seq[Sequence],
+        first_rows: Seq[int],
+        lens: Seq[int],
+        tails: Seq[Tensor] | None = None,
     ) -> ForwardContext:
-        """Rows first..first + len - 1 of each sequence; sequences without rows are left out."""
+        """Rows first..first + len - 1 of each sequence; sequences without rows are left out.
+
+        `tails`, one for each sequence with rows, makes the newest rows token trees (see `PagedBatch`).
+        """
         busy = [(s, a, n) for s, a, n in zip(sequences, first_rows, lens, strict=True) if n]
         tables = tuple(torch.tensor(s.pages) for s, _, _ in busy)
         size = self.pool.page_size
-        slots = []
-        for table, (_, first, n) in zip(tables, busy, strict=True):
-            row = torch.arange(first, first + n)
-            slots.append(table[row // size] * size + row % size)
+        slots = [
+            self._slots(table, torch.arange(first, first + n))
+            for table, (_, first, n) in zip(tables, busy, strict=True)
+        ]
         on = self.target.device
         paged = PagedBatch(
             self.pool.keys,
@@ -70,18 +82,44 @@ class ModelRunner:
             tables,
             tuple(a + n for _, a, n in busy),
             torch.cat(slots).to(on),
+            None if tails is None else tuple(tails),
         )
         return ForwardContext.over_pages(self.backend, [n for _, _, n in busy], paged)
 
-    def run_target(self, sequences: Seq[Sequence], rows: Seq[Seq[int]]) -> TargetOutput:
-        """One target forward over each sequence's next tokens, which start at its `kv_len`."""
+    def _slots(self, table: Tensor, rows: Tensor) -> Tensor:
+        size = self.pool.page_size
+        return table[rows // size] * size + rows % size
+
+    def run_target(
+        self, sequences: Seq[Sequence], rows: Seq[Seq[int]], trees: Seq[Tree] | None = None
+    ) -> TargetOutput:
+        """One target forward over each sequence's next tokens, which start at its `kv_len`; with `trees` they
+        are the newest token and the nodes below it."""
         first, lens = [s.kv_len for s in sequences], [len(r) for r in rows]
         on = self.target.device
         ids = torch.tensor([t for r in rows for t in r], device=on)
-        positions = torch.cat(
-            [torch.arange(a, a + n) for a, n in zip(first, lens, strict=True)]
-        ).to(on)
-        return self.target.forward(ids, positions, self.context(sequences, first, lens), self.taps)
+        steps = [range(n) for n in lens] if trees is None else [(0, *t.depths) for t in trees]
+        positions = [a + step for a, mine in zip(first, steps, strict=True) for step in mine]
+        tails = None if trees is None else [t.mask() for t in trees]
+        ctx = self.context(sequences, first, lens, tails)
+        return self.target.forward(ids, torch.tensor(positions, device=on), ctx, self.taps)
+
+    def keep_paths(self, sequences: Seq[Sequence], paths: Seq[Seq[int]]) -> None:
+        """Moves the target's rows of the accepted nodes to where a chain has them; call before `kv_len` moves.
+
+        The draft's rows stay: true ones are written over them.
+        """
+        source, goal = [], []
+        for sequence, path in zip(sequences, paths, strict=True):
+            moved = [(node, j) for j, node in enumerate(path) if node != j]
+            if moved:
+                rows = torch.tensor(moved) + sequence.kv_len + 1
+                slots = self._slots(torch.tensor(sequence.pages), rows)
+                source.append(slots[:, 0])
+                goal.append(slots[:, 1])
+        if source:
+            on = self.target.device
+            self.pool.move(torch.cat(source).to(on), torch.cat(goal).to(on), self.target.num_layers)
 
     def true_rows(self, sequences: Seq[Sequence], lens: Seq[int]) -> TrueRows:
         """The first `lens` pending rows of each sequence, for the draft."""
@@ -93,6 +131,7 @@ class ModelRunner:
             torch.cat(features),
             SequencePages(self, sequences),
             tuple(s.memory for s in sequences),
+            self.common,
         )
 
     def store_features(

@@ -16,13 +16,17 @@ from mtptrain.types import SamplingParams
 
 
 def probabilities(logits: Tensor, params: SamplingParams) -> Tensor:
-    """Softmax in fp32 after temperature, top-k and top-p, [..., V] -> [..., V]; temperature must be above 0."""
+    """Softmax in fp32 after temperature, top-k, top-p and min-p, [..., V] -> [..., V]; temperature above 0.
+
+    In this order, which is that of transformers: each sees what the one before it has left.
+    """
     scaled = logits.float() / params.temperature
     if params.top_k:
         kth = scaled.topk(min(params.top_k, scaled.shape[-1]), -1).values[..., -1:]
         scaled = scaled.masked_fill(scaled < kth, float("-inf"))
     probs = torch.softmax(scaled, -1)
-    return _nucleus(probs, params.top_p) if params.top_p < 1 else probs
+    probs = _nucleus(probs, params.top_p) if params.top_p < 1 else probs
+    return _near_best(probs, params.min_p) if params.min_p else probs
 
 
 def _nucleus(probs: Tensor, top_p: float) -> Tensor:
@@ -30,6 +34,12 @@ def _nucleus(probs: Tensor, top_p: float) -> Tensor:
     ranked, order = probs.sort(-1, descending=True)
     before = ranked.cumsum(-1) - ranked
     kept = torch.zeros_like(probs).scatter(-1, order, ranked.masked_fill(before >= top_p, 0))
+    return kept / kept.sum(-1, keepdim=True)
+
+
+def _near_best(probs: Tensor, min_p: float) -> Tensor:
+    """Keeps what has at least `min_p` of the best token's probability (arXiv 2407.01082), and renormalises."""
+    kept = probs.masked_fill(probs < min_p * probs.amax(-1, keepdim=True), 0)
     return kept / kept.sum(-1, keepdim=True)
 
 

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from mtptrain.runtime.kv_pages import PageBook
 from mtptrain.runtime.sampler import generator
+from mtptrain.runtime.tree import TreeShape
 from mtptrain.types import Completion, Request, SamplingParams, UserError, VerifyPass
 
 
@@ -30,6 +31,12 @@ class EngineLimits:
     page_size: int = 16
     num_pages: int = 4096
     num_draft_tokens: int = 0
+    tree: TreeShape = TreeShape()
+
+    @property
+    def draft_rows(self) -> int:
+        """Rows behind a sequence's tokens that a proposal needs at most."""
+        return self.tree.most_rows(self.num_draft_tokens) if self.num_draft_tokens else 0
 
 
 @dataclass(eq=False)
@@ -128,9 +135,7 @@ class Scheduler:
             )
 
     def _most_pages(self, sequence: Sequence) -> int:
-        rows = (
-            sequence.num_prompt + sequence.params.max_new_tokens + self.limits.num_draft_tokens + 1
-        )
+        rows = sequence.num_prompt + sequence.params.max_new_tokens + self.limits.draft_rows + 1
         return -(-rows // self.limits.page_size)
 
     def _share(self, sequence: Sequence) -> None:

@@ -22,7 +22,7 @@ from mtptrain.attention_backends.base import AttentionBackend
 from mtptrain.datasets.base import evenly
 from mtptrain.drafts.base import Draft, HeadConfig
 from mtptrain.launch import ALONE, Ranks
-from mtptrain.losses.base import FeatureLoss, VocabLoss
+from mtptrain.losses.base import Loss, VocabLoss
 from mtptrain.targets.base import Target
 from mtptrain.train.callbacks import (
     HeldOutCurve,
@@ -43,6 +43,7 @@ from mtptrain.train.vocabulary import (
     heaviest,
     token_weights,
 )
+from mtptrain.types import UserError
 
 CALIBRATION_SAMPLES = 32
 LOG_EVERY = 10  # steps
@@ -60,7 +61,7 @@ class TrainResult:
 
 def fit_draft(
     config: HeadConfig,
-    loss: VocabLoss | FeatureLoss,
+    loss: Loss,
     target: Target,
     store: FeatureStore,
     backend: AttentionBackend,
@@ -80,6 +81,7 @@ def fit_draft(
     weights = token_weights(store, columns.final, target)
     vocab = heaviest(weights, config.draft_vocab_size)
     draft = replace(config, draft_vocab=vocab).build(target)
+    _require_all_trained(draft, loss, settings)
     draft.calibrate(_some_features(store, columns))
     start = footprints(draft)
     data = StoreData(
@@ -96,7 +98,7 @@ def fit_draft(
     scoring = _scoring(draft, target, weights, settings.scored_tokens, seed)
     several = data.batches.share.batches > 1
     whole_step = data.batches.whole_step if several else None
-    module = DraftModule(draft, loss, settings, backend, scoring, steps, whole_step)
+    module = DraftModule(draft, loss, settings, backend, scoring, steps, whole_step, seed)
     if data.batches.start < steps:
         curve = HeldOutCurve(data, backend, num_draft_tokens, settings.curve_points)
         trainer = _trainer(settings, folder, data.batches.start, [curve], ranks)
@@ -114,6 +116,22 @@ def fit_draft(
     return TrainResult(draft, steps, module.supervised_rows, _unmoved(draft, start))
 
 
+def _require_all_trained(draft: Draft, loss: Loss, settings: TrainSettings) -> None:
+    """Raises UserError where a part of the draft would be left at its start, before hours are spent."""
+    steps, most = settings.unroll_steps, draft.max_draft_tokens
+    if most is not None and steps < most:
+        raise UserError(
+            f"train.unroll_steps={steps} leaves {most - steps} of the draft's {most} steps untrained; "
+            f"use train.unroll_steps={most} or a draft of fewer steps"
+        )
+    scores = any(isinstance(part, VocabLoss) for _, part in loss.summands())
+    if draft.own_head() is not None and not scores:
+        raise UserError(
+            f"loss={type(loss).__name__} compares features and trains no head of the draft's own; "
+            "use draft.head=shared or a loss over the vocabulary"
+        )
+
+
 def _unmoved(draft: Draft, start: Mapping[str, tuple[float, float]]) -> tuple[str, ...]:
     """Norms still at their start. Raises RuntimeError where any other weight is."""
     left = unmoved(start, footprints(draft))
@@ -124,7 +142,7 @@ def _unmoved(draft: Draft, start: Mapping[str, tuple[float, float]]) -> tuple[st
 
 def _scoring(draft: Draft, target: Target, weights: Tensor, size: int, seed: int) -> Scoring:
     if 0 < size < len(draft.head_rows()):
-        return SampledTokens(target.head_weight, weights, size, seed)
+        return SampledTokens(target.head_weight, weights, size, seed, draft)
     return AllTokens(draft, target.vocab_size)
 
 

@@ -1,25 +1,28 @@
-"""The LightningModule that fits a draft: unroll, loss, weights of steps, optimiser and schedule.
+"""The LightningModule that fits a draft: unroll, loss, weights of rows and steps, optimiser and schedule.
 
 It knows no mechanism and no formula: the draft yields supervised rows step by step, the loss returns sums
 and counts, and this file divides and weighs. Teacher states are looked up once per token and shared by the
-steps. Where an optimiser's step takes several batches, here or on other ranks, each divides by the rows of
-all of them, counted beforehand. It gives up logging what the others saw.
+steps. Where an optimiser's step takes several batches, here or on other ranks, each divides by the rows (or,
+where documents weigh the same, the documents) of all of them, counted beforehand. Noise on features is a
+function of the seed and the batch, so that a resumed run draws it again. It gives up logging what the others
+saw.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import lightning as L
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from mtptrain.attention_backends.base import AttentionBackend
 from mtptrain.drafts.base import Draft
-from mtptrain.losses.base import FeatureLoss, LossSums, VocabLoss, compute
+from mtptrain.losses.base import Loss, LossSums
+from mtptrain.losses.chunks import compute
 from mtptrain.train.muon import Muon
 from mtptrain.train.vocabulary import ScoredTokens, Scoring
 from mtptrain.types import DraftBatch, UserError
@@ -49,11 +52,16 @@ class TrainSettings:
     wandb: bool
     wandb_mode: Literal["offline", "online"]
     accumulate: int = 1  # batches of one optimiser step, on each rank
+    feature_noise: float = (
+        0.0  # half the width of uniform noise on the features that the draft reads
+    )
+    average: Literal["rows", "samples"] = "rows"  # what weighs the same in a step's loss
 
     def __post_init__(self) -> None:
         for key, allowed in {
             "optimizer": ("adamw", "muon"),
             "supervise": ("assistant", "all"),
+            "average": ("rows", "samples"),
         }.items():
             if getattr(self, key) not in allowed:
                 raise UserError(
@@ -70,18 +78,19 @@ class DraftModule(L.LightningModule):
     def __init__(
         self,
         draft: Draft,
-        loss: VocabLoss | FeatureLoss,
+        loss: Loss,
         settings: TrainSettings,
         backend: AttentionBackend,
         scoring: Scoring,
         total_steps: int,
         whole_step: Callable[[int], Sequence[DraftBatch]] | None = None,
+        seed: int = 0,
     ) -> None:
         """`whole_step` gives all batches of a step of the optimiser, without features; None: a batch is one."""
         super().__init__()
         self.draft, self.loss, self.settings, self.backend = draft, loss, settings, backend
-        self.total_steps, self.whole_step = total_steps, whole_step
-        self.step_rows, self.step_batches = torch.zeros(0), 1  # of the step under way
+        self.total_steps, self.whole_step, self.seed = total_steps, whole_step, seed
+        self.step_weight, self.step_batches = torch.zeros(0), 1  # of the step under way
         self.supervised_rows = 0
         self.metrics: dict[str, Tensor] = {}  # of the newest step; `callbacks.LogSteps` writes them
         self.scoring = scoring
@@ -90,14 +99,15 @@ class DraftModule(L.LightningModule):
         step, part = divmod(batch_idx, self.settings.accumulate)
         begun = step >= self.settings.unroll_from * self.total_steps
         num_steps = self.settings.unroll_steps if begun else 1
-        scored = self.scoring.of(batch, batch_idx)
-        sums = self._sums(batch, self._supervised(batch), num_steps, scored)
         if part == 0:
-            self._count(step, num_steps, sums.count)
+            self._count(step, num_steps, batch)
+        scored = self.scoring.of(batch, batch_idx)
+        noisy = self._with_noise(batch, batch_idx)
+        sums = self._sums(noisy, self._supervised(batch), num_steps, scored)
         weights = self.settings.step_decay ** torch.arange(len(sums.loss), device=self.device)
         weights = weights / weights.sum()
         self.metrics = self._metrics((weights * sums.loss / sums.count.clamp(min=1)).sum(), sums)
-        loss = (weights * sums.loss / self.step_rows.clamp(min=1)).sum()
+        loss = (weights * sums.loss / self.step_weight.clamp(min=1)).sum()
         return loss * self.step_batches  # Lightning takes the mean over a step's batches
 
     def ends_step(self, batch_idx: int) -> bool:
@@ -108,33 +118,55 @@ class DraftModule(L.LightningModule):
         everything = self.settings.supervise == "all"
         return torch.ones_like(batch.loss_mask) if everything else batch.loss_mask
 
-    def _count(self, step: int, num_steps: int, own: Tensor) -> None:
-        """The supervised rows of the optimiser's step that begins, per unrolled step."""
-        self.step_rows, self.step_batches = own, 1
-        if self.whole_step is not None:
-            counts = [self._rows(b.to(own.device), num_steps) for b in self.whole_step(step)]
-            self.step_rows, self.step_batches = torch.stack(counts).sum(0).to(own), len(counts)
-        self.supervised_rows += int(self.step_rows[0])
+    def _with_noise(self, batch: DraftBatch, batch_idx: int) -> DraftBatch:
+        """The batch as the draft reads it; what it is held against stays as it is."""
+        width = self.settings.feature_noise
+        if not width:
+            return batch
+        number = (self.seed * 1_000_003 + batch_idx) * 65_537 + self.global_rank
+        order = torch.Generator().manual_seed(number & (2**63 - 1))
+        noise = 2 * torch.rand(batch.features.shape, generator=order) - 1
+        return replace(batch, features=batch.features + width * noise.to(batch.features))
 
-    def _rows(self, batch: DraftBatch, num_steps: int) -> Tensor:
+    def _count(self, step: int, num_steps: int, batch: DraftBatch) -> None:
+        """What the rows of the optimiser's step that begins weigh together, per unrolled step."""
+        batches = [batch] if self.whole_step is None else self.whole_step(step)
+        weights = [self._planned_weights(b.to(batch.input_ids.device), num_steps) for b in batches]
+        self.step_weight = torch.stack([torch.stack([w.sum() for w in x]) for x in weights]).sum(0)
+        self.step_batches = len(batches)
+        self.supervised_rows += sum(int(first.count_nonzero()) for first, *_ in weights)
+
+    def _planned_weights(self, batch: DraftBatch, num_steps: int) -> list[Tensor]:
+        """`_weights` of every step that `unroll` would yield."""
         rows = self.draft.label_rows(batch, num_steps, self._supervised(batch))
-        return torch.stack([self.scoring.teaches(batch.input_ids[r]).sum() for r in rows])
+        return [self._weights(batch, r) for r in rows]
+
+    def _weights(self, batch: DraftBatch, label_rows: Tensor) -> Tensor:
+        """Of one step's rows, [R] fp32: 1 each, or adding up to 1 over each document that has any. A row whose
+        token the draft cannot say weighs nothing."""
+        teaches = self.scoring.teaches(batch.input_ids[label_rows]).float()
+        if self.settings.average == "rows":
+            return teaches
+        document = torch.bucketize(label_rows, batch.cu_seqlens[1:], right=True)
+        total = teaches.new_zeros(len(batch.cu_seqlens) - 1).index_add_(0, document, teaches)
+        return teaches / total.clamp(min=1)[document]
 
     def _sums(
         self, batch: DraftBatch, mask: Tensor, num_steps: int, scored: ScoredTokens
     ) -> LossSums:
         steps = list(self.draft.unroll(batch, num_steps, mask, self.backend))
         labels = torch.cat([batch.input_ids[s.label_rows] for s in steps])
-        scored_labels = scored.index[labels]
         return compute(
             self.loss,
             torch.cat([s.states for s in steps]),
             batch.final,
-            scored_labels,
-            (scored_labels >= 0).float(),  # a row whose token the draft cannot say teaches nothing
+            scored.index[labels],
+            torch.cat([self._weights(batch, s.label_rows) for s in steps]),
             scored.rows,
             target_rows=torch.cat([s.target_rows for s in steps]),
             step_rows=[len(s.states) for s in steps],
+            origins=torch.cat([s.label_rows - j for j, s in enumerate(steps)]),
+            draft_head=scored.own_rows,
         )
 
     def _metrics(self, loss: Tensor, sums: LossSums) -> dict[str, Tensor]:
@@ -150,7 +182,7 @@ class DraftModule(L.LightningModule):
         parameters = [p for p in self.draft.parameters() if p.requires_grad]
         if s.optimizer == "muon":
             optimizer: torch.optim.Optimizer = Muon(
-                parameters,
+                self._muon_groups(parameters),
                 s.learning_rate,
                 weight_decay=s.weight_decay,
                 steps=s.muon_steps,
@@ -166,6 +198,12 @@ class DraftModule(L.LightningModule):
             )
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, self._schedule)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    def _muon_groups(self, parameters: list[nn.Parameter]) -> list[dict[str, Any]]:
+        own = self.draft.own_head()
+        body = [p for p in parameters if p is not own]
+        tables = [p for p in parameters if p is own]
+        return [{"params": body}, *({"params": [p], "matrices": False} for p in tables)]
 
     def _schedule(self, step: int) -> float:
         """Linear warm-up, then a cosine to zero over all planned steps."""

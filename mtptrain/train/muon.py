@@ -1,4 +1,5 @@
-"""Muon: momentum whose matrix update is orthogonalised; everything that is no matrix goes to AdamW.
+"""Muon: momentum whose matrix update is orthogonalised; everything that is no matrix goes to AdamW, and so do
+groups of `matrices: False`, where a row a token makes a matrix of a table (a vocabulary's head).
 
 Newton-Schulz runs in the parameter's own precision: torch's own Muon casts to bf16, which a CPU multiplies
 some 30 times slower. Update scale sqrt(max(1, rows / columns)) as in the method's reference (K. Jordan et
@@ -34,16 +35,15 @@ class Muon(torch.optim.Optimizer):
 
     def __init__(
         self,
-        params: Iterable[Parameter],
+        params: Iterable[Parameter] | Iterable[dict[str, Any]],
         lr: float,
         momentum: float = 0.95,
         weight_decay: float = 0.0,
         steps: int = 5,
         other_lr_scale: float = 0.1,
     ) -> None:
-        params = list(params)
         shared: dict[str, Any] = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
-        shared |= {"steps": steps, "other_lr_scale": other_lr_scale}
+        shared |= {"steps": steps, "other_lr_scale": other_lr_scale, "matrices": True}
         super().__init__(params, shared)
 
     @torch.no_grad()
@@ -54,8 +54,9 @@ class Muon(torch.optim.Optimizer):
                 loss = closure()
         for group in self.param_groups:
             for p in group["params"]:
+                is_matrix = p.ndim == 2 and group["matrices"]
                 if p.grad is not None:
-                    (_step_matrix if p.ndim == 2 else _step_other)(p, group, self.state[p])
+                    (_step_matrix if is_matrix else _step_other)(p, group, self.state[p])
         return loss
 
 

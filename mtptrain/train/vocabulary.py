@@ -10,7 +10,7 @@ per-domain vocabularies.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -61,6 +61,7 @@ class ScoredTokens:
 
     rows: Tensor  # [S, H] of the frozen lm_head
     index: Tensor  # [V] place of each target id among them, -1: not scored
+    own_rows: Tensor | None = None  # [S, H] of the draft's own head, trained, where it has one
 
 
 class Scoring(Protocol):
@@ -77,22 +78,30 @@ class AllTokens:
     """Every step scores all that the draft can say."""
 
     def __init__(self, draft: Draft, vocab_size: int) -> None:
-        rows = draft.head_rows()
+        rows, self.draft = draft.frozen_rows(), draft
         ids = torch.arange(vocab_size) if draft.vocab is None else draft.vocab
         self.tokens = ScoredTokens(rows, _index(ids, vocab_size).to(rows.device))
 
     def of(self, batch: DraftBatch, step: int) -> ScoredTokens:
-        return self.tokens
+        return replace(self.tokens, own_rows=self.draft.own_head())
 
     def teaches(self, labels: Tensor) -> Tensor:
         return self.tokens.index[labels] >= 0
 
 
 class SampledTokens:
-    """`size` tokens a step and those of its batch; the same seed and step give the same tokens."""
+    """`size` tokens a step and those of its batch; the same seed and step give the same tokens.
 
-    def __init__(self, head: Tensor, weights: Tensor, size: int, seed: int) -> None:
+    A `draft` with a head of its own is compared on the tokens of that head only.
+    """
+
+    def __init__(
+        self, head: Tensor, weights: Tensor, size: int, seed: int, draft: Draft | None = None
+    ) -> None:
+        self.draft = draft if draft is not None and draft.own_head() is not None else None
+        self.place = _places(self.draft, len(head))
         order = weights.argsort(descending=True, stable=True)
+        order = order[self.place[order] >= 0]
         core = round(HEAVIEST_SHARE * size)
         self.head, self.core, self.rest = head, order[:core], order[core:]
         self.drawn, self.seed = size - core, seed
@@ -101,11 +110,23 @@ class SampledTokens:
         order = torch.Generator().manual_seed((self.seed * 1_000_003 + step) & (2**63 - 1))
         drawn = self.rest[torch.randint(len(self.rest), (self.drawn,), generator=order)]
         ids = torch.cat([self.core, batch.input_ids.cpu(), drawn]).unique()
+        ids = ids[self.place[ids] >= 0]
         on = self.head.device
-        return ScoredTokens(self.head[ids.to(on)], _index(ids, len(self.head)).to(on))
+        index = _index(ids, len(self.head)).to(on)
+        return ScoredTokens(self.head[ids.to(on)], index, self._own_rows(ids))
+
+    def _own_rows(self, ids: Tensor) -> Tensor | None:
+        own = None if self.draft is None else self.draft.own_head()
+        return None if own is None else own[self.place[ids].to(own.device)]
 
     def teaches(self, labels: Tensor) -> Tensor:
-        return torch.ones_like(labels, dtype=torch.bool)
+        return self.place.to(labels.device)[labels] >= 0
+
+
+def _places(draft: Draft | None, vocab_size: int) -> Tensor:
+    """Row of each target id in the draft's own head, [V], -1: none; every id where there is no such head."""
+    vocab = None if draft is None else draft.vocab
+    return torch.arange(vocab_size) if vocab is None else _index(vocab, vocab_size)
 
 
 def _index(ids: Tensor, vocab_size: int) -> Tensor:

@@ -16,7 +16,7 @@ def write_model_card(folder: Path, report: Report) -> None:
         f"# Draft head for {Path(promise.target_id).name}",
         "",
         f"Reads the taps {', '.join(promise.taps)} of the target (fingerprint `{promise.target_fingerprint}`), "
-        f"shares its frozen embedding and lm_head, scores {promise.draft_vocab_size:,} tokens. "
+        f"shares its frozen {' and '.join(promise.shared)}, scores {promise.draft_vocab_size:,} tokens. "
         "What serving must keep is in `contract.json`. Trained with mtptrain.",
         "",
         "# Measured",

@@ -46,6 +46,22 @@ class ReplaySettings:
 
     max_new_tokens: int
     sampled_prompts: int  # so many are replayed at T=1 as well, spread evenly; 0: none
+    top_k: int = 0  # these four: as in SamplingParams, for whatever is not greedy
+    top_p: float = 1.0
+    min_p: float = 0.0
+    block_verify: bool = False
+
+    def sampling(self, temperature: float, seed: int) -> SamplingParams:
+        """How the replay at this temperature draws. Raises UserError for options out of range."""
+        return SamplingParams(
+            temperature,
+            self.top_k,
+            self.top_p,
+            self.max_new_tokens,
+            seed,
+            min_p=self.min_p,
+            block_verify=self.block_verify,
+        )
 
 
 class MakeEngine(Protocol):
@@ -81,8 +97,9 @@ def replay(
     """The whole report (design §5.4). Raises UserError for settings that cannot be replayed."""
     if batch_size < 1:
         raise UserError(f"batch_size={batch_size} must be at least 1")
-    greedy = SamplingParams(max_new_tokens=settings.max_new_tokens, seed=seed)
+    greedy = settings.sampling(0, seed)
     alone = engine(batch_size, capture_taps=draft.taps)
+    tree = alone.limits.tree
     plain = _plain(alone, conversations, chat, greedy)
     requests = [c.request for c in plain]
 
@@ -90,10 +107,11 @@ def replay(
         at: float, asked: Sequence[Request], name: str
     ) -> tuple[MeasuredRun, list[Completion]]:
         runner = engine(batch_size, draft, num_draft_tokens)
-        params = SamplingParams(at, max_new_tokens=settings.max_new_tokens, seed=seed)
+        params = settings.sampling(at, seed)
         done = _generate(runner, asked, params, name)
         measured = measure_acceptance(done, num_draft_tokens, seed)
-        sampling = Sampling(at, num_draft_tokens, None, seed, batch_size)
+        how = (params.top_k, params.top_p, params.min_p, params.block_verify)
+        sampling = Sampling(at, num_draft_tokens, tree.name, seed, batch_size, *how)
         speed = _speed(alone.times, runner.times)
         return measured_run(measured, sampling, speed), done
 
@@ -102,9 +120,9 @@ def replay(
     if settings.sampled_prompts and temperature == 0:
         some = evenly(requests, settings.sampled_prompts)
         sampled, _ = together(1.0, some, "draft and target, T=1")
-    walked = measure_acceptance(
-        list(simulate(draft, plain, num_draft_tokens, backend)), num_draft_tokens
-    )
+    walked = None  # the walk goes over chains
+    if tree.kind is None:
+        walked = _simulated(draft, plain, num_draft_tokens, backend)
     ngram = measure_acceptance(list(simulate_ngram(plain, num_draft_tokens)), num_draft_tokens)
     return assemble(
         run,
@@ -112,7 +130,7 @@ def replay(
         draft=draft_name,
         provenance=origin(),
         baselines=Baselines(Baseline(ngram.tokens_per_step)),
-        simulated_acceptance_length=walked.acceptance_length.value,
+        simulated_acceptance_length=walked,
         lossless=compare(plain, speculative) if temperature == 0 else None,
         sampled=sampled,
         warnings=warnings,
@@ -127,6 +145,13 @@ def compare(plain: Sequence[Completion], speculative: Sequence[Completion]) -> L
         checked += len(a.output_ids)
         mismatches += max(len(a.output_ids), len(b.output_ids)) - same
     return Lossless(checked, mismatches)
+
+
+def _simulated(
+    draft: Draft, plain: Sequence[Completion], num_draft_tokens: int, backend: AttentionBackend
+) -> float | None:
+    passes = list(simulate(draft, plain, num_draft_tokens, backend))
+    return measure_acceptance(passes, num_draft_tokens).acceptance_length.value
 
 
 def _plain(

@@ -13,6 +13,7 @@ import json
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from typing import Any
 
 from hidden_state_cache.decode import decode
 from mtptrain.run import Provenance, atomic_write
@@ -26,13 +27,20 @@ _AGAIN = "run validate again"
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the run drew its tokens; `tree` names the token tree, None is a chain."""
+    """How the run drew its tokens; `tree` names the token tree, None is a chain.
+
+    The last four are those of `SamplingParams` and mean nothing to a greedy run.
+    """
 
     temperature: float
     num_draft_tokens: int
     tree: str | None
     seed: int
     batch_size: int
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    block_verify: bool = False
 
 
 @dataclass(frozen=True)
@@ -143,6 +151,7 @@ def assemble(
         lossless=lossless,
         sampled=sampled,
         provenance=provenance,
+        warnings=warnings,
     )
 
 
@@ -170,9 +179,21 @@ def load_report(path: Path) -> Report:
     if schema != SCHEMA:
         raise UserError(f"{path}: schema {schema!r}, but this version reads {SCHEMA}; {_AGAIN}")
     try:
-        return decode(Report, {"warnings": []} | data)  # older reports lack that key
+        return decode(Report, _completed(data))
     except ValueError as fault:
         raise UserError(f"{path}: {fault}; {_AGAIN}") from fault
+
+
+def _completed(data: dict[str, Any]) -> dict[str, Any]:
+    """With the keys that older reports lack, each at the one value that it had then."""
+    older = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "block_verify": False}
+
+    def run(held: Any) -> Any:
+        how = held.get("sampling") if isinstance(held, dict) else None
+        return held | {"sampling": older | how} if isinstance(how, dict) else held
+
+    whole = run({"warnings": []} | data)
+    return whole | {"sampled": run(whole["sampled"])} if "sampled" in whole else whole
 
 
 def summary_line(report: Report) -> str:
@@ -300,7 +321,13 @@ def _cell(text: str) -> str:
 
 def _setting(sampling: Sampling) -> str:
     shape = "chain" if sampling.tree is None else f"tree {sampling.tree}"
-    return f"{shape} D={sampling.num_draft_tokens}, T={sampling.temperature:g}"
+    parts = [f"{shape} D={sampling.num_draft_tokens}", f"T={sampling.temperature:g}"]
+    if sampling.temperature:
+        parts += [f"top-k {sampling.top_k}"] if sampling.top_k else []
+        parts += [f"top-p {sampling.top_p:g}"] if sampling.top_p < 1 else []
+        parts += [f"min-p {sampling.min_p:g}"] if sampling.min_p else []
+        parts += ["verified as a block"] if sampling.block_verify else []
+    return ", ".join(parts)
 
 
 def _lossless(lossless: Lossless | None) -> str:

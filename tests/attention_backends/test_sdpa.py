@@ -158,6 +158,111 @@ def test_a_long_chunk_is_not_planned() -> None:
     assert paged.backend.plan(tuple(lens), batch) is None
 
 
+# ---- token trees ------------------------------------------------------------------------------------------
+
+TREES = {  # parents of each node; 0 is the root's first child, -1 the root
+    0: (-1, -1, 0, 0, 1, 2, 2, 5, -1),
+    1: (-1,),
+    2: (-1, 0, 1, 2, 3, 4),
+}
+
+
+def _tree_mask(parents: Sequence[int]) -> Tensor:
+    """The root's row first; every row sees its ancestors and itself."""
+    mask = torch.eye(len(parents) + 1, dtype=torch.bool)
+    for node, parent in enumerate(parents):
+        mask[node + 1] |= mask[parent + 1]
+    return mask
+
+
+def _one_by_one(
+    query: Tensor, keys: Tensor, values: Tensor, tail: Tensor, window: int | None
+) -> Tensor:
+    """The rows of one sequence, entry by entry; keys, values [rows, heads, d], the newest rows a tree."""
+    out, first = torch.zeros_like(query), len(keys) - tail.shape[1]
+    for i in range(len(query)):
+        chain = [*range(first), *(first + j for j in range(tail.shape[1]) if tail[i, j])]
+        chain = chain if window is None else chain[-window:]
+        for head in range(query.shape[1]):
+            mine = head // (query.shape[1] // keys.shape[1])
+            scores = torch.stack([query[i, head] @ keys[row, mine] * 0.4 for row in chain])
+            for weight, row in zip(scores.softmax(0), chain, strict=True):
+                out[i, head] += weight * values[row, mine]
+    return out
+
+
+@pytest.mark.parametrize("window", [None, 1, 4, 9])
+@pytest.mark.parametrize("newest", [False, True], ids=["whole trees", "their newest rows"])
+def test_a_tree_sees_the_prefix_its_ancestors_and_itself(newest: bool, window: int | None) -> None:
+    """Pages with a tree's mask give what a loop over single entries gives: trees of three shapes at once,
+    that begin and end anywhere in a page, over shared pages, with a window that counts along the path; all
+    their rows at once, or only the newest over rows that lie there already."""
+    torch.manual_seed(3)
+    paged = Paged(_pair(FAMILIES["grouped"])[1], [[0, 1, 3, 7, 8], [0, 5], [0, 1, 4, 6]])
+    for pool in (*paged.pool.keys, *paged.pool.values):
+        pool.normal_()
+    tails = [_tree_mask(p) for p in TREES.values()]
+    starts = [6, 5, 9]
+    first = [a + (len(t) // 2 if newest else 0) for a, t in zip(starts, tails, strict=True)]
+    ends = [a + len(t) for a, t in zip(starts, tails, strict=True)]
+    batch, lens = paged.batch({s: x for s, x in enumerate(zip(first, ends, strict=True))})
+    tails = tuple(t[-n:] for t, n in zip(tails, lens, strict=True))
+    batch = replace(batch, tails=tails)
+    q, k, v = torch.randn(sum(lens), 6, 8), *torch.randn(2, sum(lens), 2, 8)
+    ctx = ForwardContext.over_pages(paged.backend, lens, batch)
+    got = paged.backend.attend(q, k, v, ctx, 1, 0.4, window)
+    for s, (mine, out) in enumerate(zip(q.split(lens), got.split(lens), strict=True)):
+        rows = torch.arange(ends[s])
+        page, offset = paged.tables[s][rows // SIZE], rows % SIZE
+        keys, values = paged.pool.keys[1][page, :, offset], paged.pool.values[1][page, :, offset]
+        expected = _one_by_one(mine, keys, values, tails[s], window)
+        torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-5)
+
+
+@every_family
+def test_a_tree_in_one_pass_is_each_of_its_paths_as_a_chain(family: str) -> None:
+    """The target's rows of a tree of more nodes than a chain may have on the pages' path, beside one of
+    another shape, equal the plain forward over the prompt and the node's own path."""
+    plain, target = _pair(FAMILIES[family])
+    big = tuple(-1 if i < 4 else (i - 4) * 2 // 3 for i in range(59))
+    assert len(big) > MAX_DECODE_QUERIES
+    trees, prompts = {0: big, 1: TREES[0]}, [torch.randint(0, 97, (n,)) for n in (22, 7)]
+    ids = [
+        torch.cat([p, torch.randint(0, 97, (len(trees[s]) + 1,))]) for s, p in enumerate(prompts)
+    ]
+    paged = Paged(target, [[9, 3, *range(20, 39)], [1, 16, 2, 15, 4, 14, 5]])
+    paged.run(ids, {0: (0, 22), 1: (0, 7)})
+    rows = {s: (len(p), len(ids[s])) for s, p in enumerate(prompts)}
+    batch, lens = paged.batch(rows)
+    tails = tuple(_tree_mask(trees[s]) for s in rows)
+    ctx = ForwardContext.over_pages(paged.backend, lens, replace(batch, tails=tails))
+    assert isinstance(ctx.plan, PagePlan)
+    tokens = torch.cat([ids[s][a:b] for s, (a, b) in rows.items()])
+    depth = [len(prompts[s]) + t.sum(1) - 1 for s, t in enumerate(tails)]
+    got = target.forward(tokens, torch.cat(depth), ctx, ("final",)).final.split(lens)
+    for s, prompt in enumerate(prompts):
+        for i, seen in enumerate(tails[s]):
+            path = torch.cat([prompt, ids[s][len(prompt) :][seen]])
+            expected = _plain_final(plain, path)[-1]
+            torch.testing.assert_close(got[s][i], expected, atol=2e-5, rtol=0)
+
+
+def test_a_trees_mask_touches_its_own_pages_only() -> None:
+    """The longer the prefix the more pages are read, but no more of them meet a mask."""
+    pool = KVPool(600, 16, [(2, 8)])
+    tail = _tree_mask(TREES[0])
+    masked = []
+    for prefix in (100, 1000, 8000):
+        rows = prefix + len(tail)
+        table = torch.arange(-(-rows // 16))
+        slots = torch.arange(prefix, rows)
+        paged = PagedBatch(pool.keys, pool.values, 16, (table,), (rows,), slots, (tail,))
+        plan = SdpaBackend().plan((len(tail),), paged)
+        assert isinstance(plan, PagePlan) and len(plan.owner) == len(table)
+        masked.append(len(plan.bias))
+    assert max(masked) <= 2
+
+
 class _Allocations(TorchDispatchMode):
     """Remembers the largest tensor of storage of its own that any operation gave, and how far apart the
     keys of neighbouring query heads lay when a fused kernel was called."""

@@ -50,8 +50,10 @@ mechanisms = st.one_of(
         [
             "os.system",
             "mtptrain.drafts.folder.Path",
-            "mtptrain.drafts.mtp.MTPModule",
+            "mtptrain.drafts.joined_layer.JoinedLayer",
             "mtptrain.drafts.base.HeadConfig",
+            "mtptrain.drafts.autoregressive.AutoregressiveConfig",
+            "mtptrain.drafts.mtp.AutoregressiveConfig",
             "mtptrain.drafts.ngram.NgramConfig",
             "mtptrain.drafts.nosuch.Config",
             "mtptrain.drafts...os.system",

@@ -7,14 +7,15 @@ import torch
 from torch import nn
 
 from mtptrain.attention_backends.base import AttentionBackend
-from mtptrain.drafts.mtp import MTPConfig, MTPModule
+from mtptrain.drafts.joined_layer import JoinedLayer
+from mtptrain.drafts.mtp import MTPConfig
 from mtptrain.targets.base import Target
 from mtptrain.types import UserError
 
 
-def _module(config: MTPConfig, target: Target, step: int = 0) -> MTPModule:
+def _module(config: MTPConfig, target: Target, step: int = 0) -> JoinedLayer:
     module = config.build(target).steps[step]
-    assert isinstance(module, MTPModule)
+    assert isinstance(module, JoinedLayer)
     return module
 
 
@@ -84,7 +85,7 @@ def test_a_continued_tap_keeps_its_size(tiny_target: Target) -> None:
     for draft, size in ((head, 7.0), (other, 1.0)):
         draft.calibrate(features)
         module = draft.steps[0]
-        assert isinstance(module, MTPModule) and isinstance(module.hnorm, nn.RMSNorm)
+        assert isinstance(module, JoinedLayer) and isinstance(module.hnorm, nn.RMSNorm)
         torch.testing.assert_close(module.hnorm.weight, torch.full((64,), size))
 
 

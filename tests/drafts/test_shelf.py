@@ -12,11 +12,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from hydra.utils import instantiate
-from omegaconf import OmegaConf
+from omegaconf import DictConfig
 from torch import Tensor
 
 import mtptrain.drafts
 from mtptrain.attention_backends.base import AttentionBackend
+from mtptrain.compose import compose_config
 from mtptrain.drafts.base import (
     Draft,
     DraftConfig,
@@ -38,9 +39,11 @@ from mtptrain.validate.acceptance import measure_acceptance
 from mtptrain.validate.simulated import pack
 
 RECIPES = Path(__file__).parents[2] / "recipes" / "draft"
-NO_DRAFTS = ("base", "folder")
+BASES = ("autoregressive", "joined_layer")  # what several kinds share, beside `base`
+NO_DRAFTS = ("base", "folder", *BASES)
 KINDS = [m.name for m in pkgutil.iter_modules(mtptrain.drafts.__path__) if m.name not in NO_DRAFTS]
 EVEN = tuple(range(0, 512, 2))  # a reduced vocabulary
+THREE = ("layer.1", "layer.2", "final_prenorm")
 VARIANTS: dict[str, list[dict[str, object]]] = {
     "mtp": [
         {},
@@ -50,12 +53,33 @@ VARIANTS: dict[str, list[dict[str, object]]] = {
         {"taps": ("final",)},
         {"draft_vocab": EVEN},
         {"depth": 2, "taps": ("final_prenorm",), "draft_vocab": EVEN, "embedding_scale": 0.3},
-    ]
+    ],
+    "eagle3": [
+        {"taps": THREE},
+        {"taps": THREE, "tap_norms": True, "feedback": "normed"},
+        {"taps": ("layer.2",), "draft_vocab": EVEN, "embedding_scale": 0.3},
+        {"taps": THREE, "head": "own"},
+        {"taps": ("layer.1", "final"), "head": "own", "draft_vocab": EVEN, "init_layer": 3},
+    ],
+    "eagle": [
+        {},
+        {"norms": "restored"},
+        {"taps": ("layer.2",), "draft_vocab": EVEN, "embedding_scale": 0.3},
+    ],
+    "medusa": [
+        {},
+        {"num_heads": 2, "num_blocks": 3},
+        {"taps": ("layer.2",), "draft_vocab": EVEN},
+    ],
 }
 
 
+def _recipe(kind: str) -> DictConfig:
+    return compose_config("fit", [f"draft={kind}"]).draft
+
+
 def _config(kind: str) -> DraftConfig:
-    return instantiate(OmegaConf.load(RECIPES / f"{kind}.yaml"))
+    return instantiate(_recipe(kind))
 
 
 HEADS = [k for k in KINDS if isinstance(_config(k), HeadConfig)]
@@ -81,7 +105,7 @@ def _shaken(config: HeadConfig, target: Target) -> Draft:
     with torch.no_grad():
         for p in draft.parameters():
             p.add_(0.1 * torch.randn_like(p))
-    return draft
+    return draft.eval()  # noise of training is no part of what is served
 
 
 @pytest.fixture
@@ -108,7 +132,7 @@ def test_recipes_and_files_match() -> None:
 @every_kind
 def test_recipe_builds_the_config_of_its_file(kind: str) -> None:
     """The recipe names every choice of the mechanism but the vocabulary, which training fills in."""
-    config, recipe = _config(kind), OmegaConf.load(RECIPES / f"{kind}.yaml")
+    config, recipe = _config(kind), _recipe(kind)
     assert is_dataclass(config) and type(config).__module__ == f"mtptrain.drafts.{kind}"
     names = {field.name for field in fields(config)} - {"draft_vocab"}
     assert set(recipe) == {"_target_", *names}
@@ -119,8 +143,8 @@ def test_file_imports_no_other_draft(kind: str) -> None:
     """Files on a shelf never import each other."""
     tree = ast.parse((Path(mtptrain.drafts.__path__[0]) / f"{kind}.py").read_text())
     names = [node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
-    others = {n for n in names if n.startswith("mtptrain.drafts")} - {"mtptrain.drafts.base"}
-    assert not others
+    others = {n for n in names if n.startswith("mtptrain.drafts")}
+    assert others <= {f"mtptrain.drafts.{base}" for base in ("base", *BASES)}
 
 
 @every_head
@@ -151,10 +175,11 @@ def test_gradients_reach_every_trained_tensor_and_no_frozen_one(
     documents: Callable[..., DraftBatch],
 ) -> None:
     """A tensor that training leaves alone would be saved at random; the target learns nothing."""
-    draft = _shaken(_head(kind, change), tiny_target)
+    draft = _shaken(_head(kind, change), tiny_target).train()
     batch = documents(draft.taps)
-    states = torch.cat([s.states for s in draft.unroll(batch, 3, batch.loss_mask, backend)])
-    states.square().sum().backward()
+    steps = draft.unroll(batch, draft.max_draft_tokens or 3, batch.loss_mask, backend)
+    states = torch.cat([s.states for s in steps])
+    F.linear(states, draft.head_rows()).square().sum().backward()
     assert all(p.grad is not None and bool(p.grad.any()) for p in draft.parameters())
     assert all(p.grad is None for p in tiny_target.model.parameters())
 
@@ -205,8 +230,9 @@ def test_nothing_of_later_tokens_reaches_a_row(
     backend: AttentionBackend,
     documents: Callable[..., DraftBatch],
 ) -> None:
-    """Other tokens and features from token c on change no state that a server computes before it knows c, and
-    nothing in the other document; they do change what comes after."""
+    """Other tokens and features from token c on change no state that has not read so far by the draft's own
+    word (`reads_ahead`, never more than a server knows), and nothing in the other document; they do change
+    every state that has."""
     draft = _shaken(_head(kind, change), tiny_target)
     batch = documents(draft.taps)
     border = int(batch.cu_seqlens[1])
@@ -218,7 +244,8 @@ def test_nothing_of_later_tokens_reaches_a_row(
         steps = [_unroll(draft, x, 3, backend) for x in (batch, other)]
         for j, (a, b) in enumerate(zip(*steps, strict=True)):
             row = a.label_rows - 2 - j
-            knows = (row + 1 + j >= cut) & (row < end)
+            assert 0 <= draft.reads_ahead(j) <= 1 + j
+            knows = (row + draft.reads_ahead(j) >= cut) & (row < end)
             torch.testing.assert_close(a.states[~knows], b.states[~knows], atol=1e-6, rtol=0)
             changed = (a.states - b.states).abs().amax(-1) > 1e-4
             assert bool(changed[knows].all()) and bool(knows.any())
@@ -274,14 +301,18 @@ class Server:
         for sequence, n in news:
             sequence.draft_len += n
 
-    def propose(self, ends: Sequence[int], steps: int) -> tuple[Tensor, Proposal]:
-        """Logits [steps, 2, Vd] of each drafted token, whose predecessors are the true tokens."""
+    def propose(
+        self, ends: Sequence[int], steps: int, places: Sequence[int] = (0, 1)
+    ) -> tuple[Tensor, Proposal]:
+        """Logits [steps, places, Vd] of each drafted token, whose predecessors are the true tokens; the other
+        sequences are refilled."""
         lens = [self._read(s, end) for s, end in zip(self.sequences, ends, strict=True)]
-        seen: list[Tensor] = []
+        rows, seen = self.runner.true_rows(self.sequences, lens), list[Tensor]()
 
-        def draw(logits: Tensor) -> Drawn:
+        def draw(logits: Tensor, among: Sequence[int] | None = None) -> Drawn:
+            assert among is None
             seen.append(logits)
-            truth = [ids[end + len(seen)] for ids, end in zip(self.ids, ends, strict=True)]
+            truth = [self.ids[i][ends[i] + len(seen)] for i in places]
             vocab = self.draft.vocab
             index = (
                 torch.tensor(truth)
@@ -290,7 +321,14 @@ class Server:
             )
             return Drawn(index, None)
 
-        proposal = self.draft.propose(self.runner.true_rows(self.sequences, lens), steps, draw)
+        if others := [i for i in (0, 1) if i not in places]:
+            self.draft.refill(rows.some(others))
+        if places == (0, 1):
+            proposal = self.draft.propose(rows, steps, draw)
+        elif places:
+            proposal = self.draft.propose(rows.some(places), steps, draw)
+        else:
+            proposal, seen = Proposal(((), ())), [torch.zeros(0)]
         for sequence, n in zip(self.sequences, lens, strict=True):
             sequence.draft_len += n
         return torch.stack(seen), proposal
@@ -329,6 +367,40 @@ def test_what_is_trained_is_what_is_served(
 
 
 @every_head
+def test_a_step_may_refill_where_nothing_is_to_be_drafted(
+    kind: str,
+    change: dict[str, object],
+    tiny_target: Target,
+    backend: AttentionBackend,
+    documents: Callable[..., DraftBatch],
+) -> None:
+    """Where another draft proposes, a head only reads the true rows: what it proposes later, and meanwhile for
+    others, is what it would propose had it drafted for all at every step."""
+    config = _head(kind, change)
+    if config.draft_vocab:
+        config = replace(config, draft_vocab=tuple(range(512)[:-1]))
+    draft = _shaken(config, tiny_target)
+    batch = documents(draft.taps)
+    steps = draft.max_draft_tokens or 3
+    always, mixed = (Server(draft, tiny_target, backend, batch) for _ in range(2))
+    always.refill([17, 20])
+    mixed.refill([17, 20])
+    for ends, places in (
+        ([18, 21], ()),
+        ([19, 24], (1,)),
+        ([22, 25], (0,)),
+        ([23, 26], ()),
+        ([24, 27], ()),
+        ([26, 28], (0, 1)),
+    ):
+        expected, _ = always.propose(ends, steps)
+        logits, proposal = mixed.propose(ends, steps, places)
+        if places:
+            torch.testing.assert_close(logits, expected[:, list(places)], atol=2e-4, rtol=1e-4)
+            assert len(proposal.token_ids) == len(places)
+
+
+@every_head
 def test_one_answer_can_be_learnt_by_heart(
     kind: str,
     change: dict[str, object],
@@ -345,8 +417,7 @@ def test_one_answer_can_be_learnt_by_heart(
     if config.draft_vocab:
         spoken = answer.request.prompt_ids + answer.output_ids
         config = replace(config, draft_vocab=tuple(sorted({*spoken, *EVEN})))
-    depth = getattr(config, "depth", 1)
-    tokens = depth if depth > 1 else 4
+    tokens = config.build(tiny_target).max_draft_tokens or 4
     how = {"epochs": 200, "learning_rate": 5e-3, "unroll_steps": tokens}
     draft = fit_head(config, CrossEntropy(), slice(place, place + 1), **how)
     engine = Engine(tiny_target, backend, EngineLimits(num_draft_tokens=tokens), frozenset(), draft)

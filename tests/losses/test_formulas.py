@@ -8,10 +8,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from mtptrain.losses.base import FeatureLoss, VocabLoss, compute
+from mtptrain.losses.base import FeatureLoss, VocabLoss
+from mtptrain.losses.chunks import compute
 from mtptrain.losses.cross_entropy import CrossEntropy
+from mtptrain.losses.d_pace import DPace
+from mtptrain.losses.expected_length import ExpectedLength
+from mtptrain.losses.jsd import JSD
 from mtptrain.losses.kl import KL
 from mtptrain.losses.lk import LK
+from mtptrain.losses.log_acceptance import LogAcceptance
+from mtptrain.losses.reverse_kl import ReverseKL
 from mtptrain.losses.smooth_l1 import SmoothL1
 from mtptrain.losses.tv import TV
 from mtptrain.types import UserError
@@ -40,11 +46,38 @@ def _cross_entropy(p: Tensor, q: Tensor, labels: Tensor, weights: Tensor) -> Ten
     return rows * (labels >= 0)
 
 
+def _reverse_kl(p: Tensor, q: Tensor, labels: Tensor, weights: Tensor) -> Tensor:
+    return (q * (q / p).log()).sum(-1)
+
+
+def _jsd(beta: float) -> Naive:
+    def rows(p: Tensor, q: Tensor, labels: Tensor, weights: Tensor) -> Tensor:
+        m = beta * p + (1 - beta) * q
+        return (beta * p * (p / m).log() + (1 - beta) * q * (q / m).log()).sum(-1)
+
+    return rows
+
+
+def _log_acceptance(p: Tensor, q: Tensor, labels: Tensor, weights: Tensor) -> Tensor:
+    return -torch.minimum(p, q).sum(-1).log()
+
+
+def _d_pace(p: Tensor, q: Tensor, labels: Tensor, weights: Tensor) -> Tensor:
+    said = q.gather(1, labels.clamp(min=0).unsqueeze(1)).squeeze(1).detach()
+    return (0.5 + 0.5 * said) * _cross_entropy(p, q, labels, weights)
+
+
 NAIVE: list[tuple[VocabLoss, Naive]] = [
     (KL(), _kl),
+    (ReverseKL(), _reverse_kl),
+    (JSD(), _jsd(0.5)),
+    (JSD(0.1), _jsd(0.1)),
     (TV(), _tv),
     (LK(), _lk),
+    (LogAcceptance(), _log_acceptance),
     (CrossEntropy(), _cross_entropy),
+    (ExpectedLength(), _tv),  # of a row that is a chain of its own
+    (DPace(), _d_pace),
 ]
 kinds = pytest.mark.parametrize(("loss", "naive"), NAIVE, ids=lambda x: type(x).__name__)
 
@@ -79,7 +112,39 @@ def test_sum_and_gradient(
     (3 * sums.loss).backward()
     torch.testing.assert_close(sums.loss.double(), expected, rtol=2e-5, atol=1e-5)
     assert states.grad is not None and draft.grad is not None
-    torch.testing.assert_close(states.grad.double(), 3 * draft.grad, rtol=1e-4, atol=1e-5)
+    expected = 3 * draft.grad
+    atol = max(1e-5, 1e-6 * float(expected.abs().max()))  # of the largest: sums cancel
+    torch.testing.assert_close(states.grad.double(), expected, rtol=1e-4, atol=atol)
+
+
+@kinds
+@pytest.mark.parametrize("chunk_rows", [1, 7, 64])
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_a_head_of_the_drafts_own(
+    loss: VocabLoss, naive: Naive, chunk_rows: int, temperature: float
+) -> None:
+    """The draft scored by its own rows, the target by the frozen ones: values and the gradients of states and
+    own head are float64 autograd's, with each step's own factors and incoming gradient."""
+    sizes, scales = (20, 0, R - 20), (3.0, 5.0, 0.5)
+    draft, target, labels, weights, head = _inputs(torch.float64)
+    own = (head + 0.3 * torch.randn_like(head)).requires_grad_()
+    p = (target @ head.T / temperature).softmax(-1)
+    q = (draft @ own.T / temperature).softmax(-1)
+    steps = zip(*(x.split(sizes) for x in (p, q, labels, weights)), strict=True)
+    expected = [(naive(*step) * step[-1]).sum() for step in steps if len(step[0])]
+    (3.0 * expected[0] + 0.5 * expected[1]).backward()
+
+    states, *rest = _inputs(torch.float32)
+    mine = own.detach().float().requires_grad_()
+    how = {"chunk_rows": chunk_rows, "temperature": temperature, "step_rows": sizes}
+    sums = compute(loss, states, *rest, draft_head=mine, **how)
+    (sums.loss * torch.tensor(scales)).sum().backward()
+    got = sums.loss.detach()[[0, 2]].double()
+    torch.testing.assert_close(got, torch.stack(expected).detach(), rtol=2e-5, atol=1e-5)
+    for ours, exact in ((states, draft), (mine, own)):
+        assert ours.grad is not None and exact.grad is not None
+        atol = max(1e-5, 1e-6 * float(exact.grad.abs().max()))
+        torch.testing.assert_close(ours.grad.double(), exact.grad, rtol=1e-4, atol=atol)
 
 
 @kinds
@@ -98,6 +163,23 @@ def test_counters(loss: VocabLoss, naive: Naive) -> None:
     for got, want in zip((sums.count, sums.acceptance, sums.agreement), expected, strict=True):
         torch.testing.assert_close(got.double(), want.detach(), rtol=1e-5, atol=1e-5)
         assert not got.requires_grad
+
+
+def test_log_acceptance_of_a_hopeless_row() -> None:
+    """Where q and p share no token to fp32, value and gradient are still those of the formula."""
+    head = torch.tensor([[1.0, 0.0], [0.0, 1.0], [-1.0, -1.0]])
+    states = torch.tensor([[120.0, 0.0]], requires_grad=True)
+    target, labels, weights = torch.tensor([[0.0, 150.0]]), torch.zeros(1).long(), torch.ones(1)
+    sums = compute(LogAcceptance(), states, target, labels, weights, head)
+    sums.loss.backward()
+    exact = states.detach().double().requires_grad_()
+    q, p = ((x @ head.double().T).log_softmax(-1) for x in (exact, target.double()))
+    expected = -torch.minimum(p, q).logsumexp(-1).sum()
+    expected.backward()
+    assert float(sums.acceptance) < 1e-37
+    torch.testing.assert_close(sums.loss.double(), expected)
+    assert states.grad is not None and exact.grad is not None and bool(exact.grad.any())
+    torch.testing.assert_close(states.grad.double(), exact.grad)
 
 
 @pytest.mark.parametrize("beta", [0.3, 1.0])
@@ -119,9 +201,12 @@ def test_smooth_l1(beta: float) -> None:
     assert (sums.acceptance, sums.agreement) == (0, 0)
 
 
-@pytest.mark.parametrize(("kind", "value"), [(LK, -1.0), (SmoothL1, 0.0)])
+@pytest.mark.parametrize(
+    ("kind", "value"),
+    [(LK, -1.0), (SmoothL1, 0.0), (JSD, 0.0), (JSD, 1.0), (DPace, -0.1), (DPace, float("nan"))],
+)
 def test_bad_hyperparameter(kind: Callable[[float], object], value: float) -> None:
     """A hyperparameter outside its range is the user's error, in one line that names it."""
-    with pytest.raises(UserError, match=r"^loss\.(eta|beta) is .*: give a number") as error:
+    with pytest.raises(UserError, match=r"^loss\.(eta|beta|alpha) is .*: give a number") as error:
         kind(value)
     assert "\n" not in str(error.value)

@@ -11,33 +11,48 @@ from pathlib import Path
 import pytest
 import torch
 from hydra.utils import instantiate
-from omegaconf import OmegaConf
+from omegaconf import DictConfig
 
 import mtptrain.losses
-from mtptrain.losses.base import FeatureLoss, VocabLoss, compute
+from mtptrain.compose import compose_config
+from mtptrain.losses.base import Loss
+from mtptrain.losses.chunks import compute
+from mtptrain.losses.weighted_sum import WeightedSum
 
 RECIPES = Path(__file__).parents[2] / "recipes" / "loss"
-KINDS = [m.name for m in pkgutil.iter_modules(mtptrain.losses.__path__) if m.name != "base"]
+NO_LOSSES = ("base", "chunks")
+KINDS = [m.name for m in pkgutil.iter_modules(mtptrain.losses.__path__) if m.name not in NO_LOSSES]
+CHAINS = [path.stem for path in sorted(RECIPES.glob("*.yaml")) if path.stem not in KINDS]
 every_kind = pytest.mark.parametrize("kind", KINDS)
+every_recipe = pytest.mark.parametrize("kind", KINDS + CHAINS)
 
 
-def _build(kind: str) -> VocabLoss | FeatureLoss:
-    return instantiate(OmegaConf.load(RECIPES / f"{kind}.yaml"))
+def _recipe(kind: str) -> DictConfig:
+    """As a command would compose it."""
+    return compose_config("fit", [f"loss={kind}"]).loss
+
+
+def _build(kind: str) -> Loss:
+    return instantiate(_recipe(kind))
 
 
 def test_recipes_and_files_match() -> None:
-    """No recipe is without its file, no file without its recipe."""
-    assert sorted(path.stem for path in RECIPES.glob("*.yaml")) == sorted(KINDS)
+    """No file is without its recipe; a recipe without a file of its name only adds up losses of the shelf."""
+    assert {path.stem for path in RECIPES.glob("*.yaml")} >= set(KINDS)
+    for kind in CHAINS:
+        loss = _build(kind)
+        assert isinstance(loss, WeightedSum) and len(loss.summands()) > 1
 
 
-@every_kind
+@every_recipe
 def test_recipe_builds_frozen_loss(kind: str) -> None:
     """The recipe builds the loss of its own file, a frozen dataclass whose every field it names."""
     loss = _build(kind)
-    recipe = OmegaConf.load(RECIPES / f"{kind}.yaml")
-    assert isinstance(loss, VocabLoss | FeatureLoss) and is_dataclass(loss)
-    assert type(loss).__module__ == f"mtptrain.losses.{kind}"
-    assert set(recipe) == {"_target_", *(field.name for field in fields(loss))}
+    recipe = _recipe(kind)
+    assert isinstance(loss, Loss) and is_dataclass(loss)
+    own = "weighted_sum" if kind in CHAINS else kind
+    assert type(loss).__module__ == f"mtptrain.losses.{own}"
+    assert set(recipe) - {"_convert_"} == {"_target_", *(field.name for field in fields(loss))}
     with pytest.raises(FrozenInstanceError):
         setattr(loss, "eta", 0.0)  # noqa: B010, any name must be refused
 
@@ -51,7 +66,7 @@ def test_file_imports_only_base(kind: str) -> None:
     assert ours <= {"mtptrain.losses.base", "mtptrain.types"}
 
 
-@every_kind
+@every_recipe
 def test_descent(kind: str) -> None:
     """Following the gradient brings any loss down from where it starts, steadily."""
     torch.manual_seed(1)

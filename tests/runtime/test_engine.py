@@ -4,24 +4,33 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from scipy import stats
+from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from mtptrain.attention_backends.base import AttentionBackend, ForwardContext
 from mtptrain.capture import capture_pass
 from mtptrain.chat import Chat
-from mtptrain.drafts.base import Draft, DraftConfig
+from mtptrain.drafts.base import Draft, DraftConfig, HeadConfig, Proposal
+from mtptrain.drafts.eagle3 import Eagle3Config
+from mtptrain.drafts.hybrid import Hybrid, HybridConfig
+from mtptrain.drafts.medusa import MedusaConfig
 from mtptrain.drafts.mtp import MTPConfig
 from mtptrain.drafts.ngram import NgramConfig
+from mtptrain.drafts.suffix import SuffixConfig
 from mtptrain.runtime.engine import Engine
 from mtptrain.runtime.kv_pages import PageBook
-from mtptrain.runtime.scheduler import EngineLimits, Scheduler
+from mtptrain.runtime.model_runner import ModelRunner
+from mtptrain.runtime.scheduler import EngineLimits, Scheduler, Sequence
+from mtptrain.runtime.tree import TreeShape
 from mtptrain.targets.base import Target
 from mtptrain.types import Completion, Request, Sample, SamplingParams, UserError
+from mtptrain.validate.acceptance import measure_acceptance
 
 NEW = 24
 GREEDY = SamplingParams(max_new_tokens=NEW)
@@ -33,6 +42,7 @@ TIGHT = EngineLimits(max_batch=3, max_prefill_tokens=7, page_size=4, num_pages=7
 class Case:
     config: DraftConfig
     num_draft_tokens: int
+    tree: TreeShape = TreeShape()
 
 
 CASES = {
@@ -42,8 +52,32 @@ CASES = {
     "fewer tokens than modules": Case(MTPConfig(depth=3), 2),
     "several taps": Case(MTPConfig(taps=("layer.1", "final_prenorm", "final")), 3),
     "reduced vocabulary": Case(MTPConfig(draft_vocab=tuple(range(0, 512, 2))), 3),
+    "a head of its own": Case(Eagle3Config(taps=("layer.1", "layer.2"), head="own"), 4),
+    "heads that read no draft": Case(MedusaConfig(num_heads=3), 3),
     "prompt lookup": Case(NgramConfig(), 4),
+    "static tree": Case(MTPConfig(), 5, TreeShape("static")),
+    "dynamic tree": Case(MTPConfig(), 4, TreeShape("dynamic", 40, 5)),
+    "tree of a reduced vocabulary": Case(
+        MTPConfig(draft_vocab=tuple(range(0, 512, 2))), 3, TreeShape("dynamic", 9, 3)
+    ),
+    "tree of normed states": Case(
+        Eagle3Config(taps=("layer.1", "layer.2"), tap_norms=True), 3, TreeShape("dynamic", 9, 3)
+    ),
+    "suffix": Case(SuffixConfig(), 4),
+    "suffix alone": Case(SuffixConfig(max_outputs=0), 6),
+    "hybrid": Case(HybridConfig(SuffixConfig(), MTPConfig(), 1.5), 4),
+    "hybrid of three modules": Case(
+        HybridConfig(SuffixConfig(max_outputs=0), MTPConfig(depth=3), 1.5), 5
+    ),
 }
+LOOKUPS = (NgramConfig, SuffixConfig)
+FIXED = (  # drafts that learn nothing from other requests
+    "shared module",
+    "three modules",
+    "prompt lookup",
+    "suffix alone",
+    "hybrid of three modules",
+)
 every_case = pytest.mark.parametrize("name", CASES)
 every_limit = pytest.mark.parametrize(
     ("limits", "first"),
@@ -58,6 +92,11 @@ def run(
 ) -> Callable[..., list[Completion]]:
     """Generates with the draft of a case, or with none; checks that no page is lost."""
 
+    def fitted(config: DraftConfig) -> Draft:
+        if isinstance(config, HybridConfig):
+            return Hybrid(config, config.lookup.build(tiny_target), fit_head(config.head))
+        return fit_head(config) if isinstance(config, HeadConfig) else config.build(tiny_target)
+
     def generate(
         requests: list[Request],
         limits: EngineLimits = ROOMY,
@@ -67,9 +106,8 @@ def run(
     ) -> list[Completion]:
         draft = None
         if case is not None:
-            trained = isinstance(case.config, MTPConfig)
-            draft = fit_head(case.config) if trained else case.config.build(tiny_target)
-            limits = replace(limits, num_draft_tokens=case.num_draft_tokens)
+            draft = fitted(case.config)
+            limits = replace(limits, num_draft_tokens=case.num_draft_tokens, tree=case.tree)
         engine = Engine(tiny_target, backend, limits, tiny_chat.eos_ids, draft, taps)
         return engine.generate(requests, params)
 
@@ -153,7 +191,7 @@ def test_counts_add_up(
         assert all(0 < p.proposed for p in completion.passes)
         whole = [p for p in completion.passes[:-1]]
         assert all(p.emitted == p.accepted + 1 for p in whole)
-        if CASES[name].config != NgramConfig():
+        if not isinstance(CASES[name].config, LOOKUPS):
             assert alone == 0
 
 
@@ -161,7 +199,7 @@ def test_the_drafts_acceptance_does_not_depend_on_batch_or_chunks(
     run: Callable[..., list[Completion]], requests: list[Request]
 ) -> None:
     """The passes themselves, not only the tokens, are the same alone, batched and in tiny chunks."""
-    for name in ("shared module", "three modules", "prompt lookup"):
+    for name in (*FIXED, "dynamic tree"):
         alone, batched, tight = (
             run(requests[:4], limits, CASES[name])
             for limits in (EngineLimits(max_batch=1), EngineLimits(max_batch=8), TIGHT)
@@ -175,7 +213,7 @@ def test_answers_end_inside_a_pass_at_their_length(
     """Every length from 1 on is a prefix of the longer answer, with speculation as without."""
     for length in range(1, 7):
         params = replace(GREEDY, max_new_tokens=length)
-        for case in (None, CASES["shared module"]):
+        for case in (None, CASES["shared module"], CASES["dynamic tree"]):
             done = run(requests[:4], EngineLimits(), case, params)
             assert _tokens(done) == [x[:length] for x in reference[:4]]
 
@@ -189,6 +227,92 @@ def test_prompts_of_a_few_tokens(
     requests = [Request(str(i), "all", (40 + i, 41, 42)[:length]) for i in range(3)]
     limits = EngineLimits(max_prefill_tokens=1)
     assert _tokens(run(requests, limits, CASES[name])) == _tokens(run(requests))
+
+
+# ---- trees ------------------------------------------------------------------------------------------------
+
+
+def test_a_tree_accepts_more_than_the_chain_of_the_same_head(
+    run: Callable[..., list[Completion]], requests: list[Request]
+) -> None:
+    """Of the same trained head at the same depth the dynamic tree accepts more tokens a pass, in fewer passes;
+    neither of its paths nor of its nodes more than were asked for."""
+    chain, tree = (
+        run(requests[:16], EngineLimits(max_batch=5), Case(MTPConfig(), 4, shape))
+        for shape in (TreeShape(), TreeShape("dynamic", 24, 4))
+    )
+    assert _tokens(chain) == _tokens(tree)
+    of_chain, of_tree = (measure_acceptance(x, 4) for x in (chain, tree))
+    lengths = [x.acceptance_length.value for x in (of_chain, of_tree)]
+    assert lengths[0] is not None and lengths[1] is not None and lengths[1] > lengths[0] + 0.1
+    assert of_tree.passes < of_chain.passes
+    assert {p.proposed for c in tree for p in c.passes} == {24}
+    assert max(p.accepted for c in tree for p in c.passes) <= 4
+
+
+def test_a_tree_of_one_child_is_the_chain(
+    run: Callable[..., list[Completion]], requests: list[Request]
+) -> None:
+    """With one node at a level the passes themselves are those of the chain."""
+    chain, tree = (
+        run(requests[:8], EngineLimits(max_batch=3), Case(MTPConfig(), 4, shape))
+        for shape in (TreeShape(), TreeShape("dynamic", 4, 1))
+    )
+    assert [c.passes for c in chain] == [c.passes for c in tree]
+
+
+def test_the_rows_of_an_accepted_path_are_those_of_a_chain(
+    run: Callable[..., list[Completion]], requests: list[Request], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Keys and values of every kept token, in every layer of the target, equal those of plain decoding, though
+    nodes were accepted that did not lie where a chain has them."""
+    moved: list[bool] = []
+    ends: dict[str, dict[int, Tensor]] = {"plain": {}, "tree": {}}
+    keep_paths = ModelRunner.keep_paths
+
+    def spy(self: ModelRunner, sequences: list[Sequence], paths: list[list[int]]) -> None:
+        keep_paths(self, sequences, paths)
+        moved.extend(path != list(range(len(path))) for path in paths)
+
+    def read(runner: ModelRunner, sequence: Sequence) -> Tensor:
+        pool, n = runner.pool, runner.target.num_layers
+        layers = torch.stack([*pool.keys[:n], *pool.values[:n]], 1)[sequence.pages]
+        return layers.permute(1, 0, 3, 2, 4).flatten(1, 2)[:, : sequence.kv_len].clone()
+
+    for name, case in (("plain", None), ("tree", CASES["dynamic tree"])):
+        store = ModelRunner.store_features
+
+        def note(
+            self: ModelRunner,
+            sequences: list[Sequence],
+            *rest: Any,
+            store: Any = store,
+            name: str = name,
+        ) -> None:
+            store(self, sequences, *rest)
+            ends[name].update({s.place: read(self, s) for s in sequences})
+
+        with monkeypatch.context() as patch:
+            patch.setattr(ModelRunner, "keep_paths", spy)
+            patch.setattr(ModelRunner, "store_features", note)
+            run(requests[:4], TIGHT, case)
+    assert any(moved)
+    for place, plain in ends["plain"].items():
+        rows = min(plain.shape[1], ends["tree"][place].shape[1])
+        assert rows > len(requests[place].prompt_ids) + 3
+        torch.testing.assert_close(
+            ends["tree"][place][:, :rows], plain[:, :rows], atol=1e-4, rtol=1e-4
+        )
+
+
+def test_a_draft_that_grows_no_trees_is_the_users_error(
+    tiny_target: Target, backend: AttentionBackend
+) -> None:
+    """Prompt lookup and a head of several modules propose chains; the message says how to ask for one."""
+    limits = EngineLimits(num_draft_tokens=2, tree=TreeShape("static"))
+    for config in (NgramConfig(), MTPConfig(depth=3)):
+        with pytest.raises(UserError, match="proposes chains; use tree.kind=null"):
+            Engine(tiny_target, backend, limits, frozenset(), config.build(tiny_target))
 
 
 # ---- shared pages and captured features ------------------------------------------------------------------
@@ -210,7 +334,7 @@ def test_prompts_that_share_a_prefix_share_its_pages(
         return pages
 
     monkeypatch.setattr(PageBook, "shared_prefix", spy)
-    for case in (None, CASES["shared module"]):
+    for case in (None, CASES["shared module"], CASES["dynamic tree"]):
         found.clear()
         assert _tokens(run(requests[:8], TIGHT, case)) == reference[:8]
         assert sum(n > 2 for n in found) >= 5
@@ -270,13 +394,13 @@ def test_no_page_leaks(
     monkeypatch.setattr(Scheduler, "__init__", spy)
     for case in (None, *CASES.values()):
         run(requests[:5], TIGHT, case, replace(GREEDY, max_new_tokens=6))
-    assert len(books) == 8 and all(b.available == TIGHT.num_pages for b in books)
+    assert len(books) == 1 + len(CASES) and all(b.available == TIGHT.num_pages for b in books)
 
 
 # ---- sampling --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["shared module", "three modules", "prompt lookup"])
+@pytest.mark.parametrize("name", (*FIXED, "dynamic tree"))
 def test_sampled_answers_do_not_depend_on_the_batch(
     run: Callable[..., list[Completion]], requests: list[Request], name: str
 ) -> None:
@@ -288,6 +412,28 @@ def test_sampled_answers_do_not_depend_on_the_batch(
     )
     assert alone == batched == tight
     assert alone != _tokens(run(requests[:5], TIGHT, CASES[name], replace(params, seed=4)))
+
+
+def test_both_parts_of_a_hybrid_propose_in_one_step(
+    run: Callable[..., list[Completion]],
+    requests: list[Request],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The hybrids above are no head or lookup in disguise: some steps have certain and drawn tokens."""
+    proposals: list[list[bool]] = []
+    propose = Hybrid.propose
+
+    def spy(self: Hybrid, *args: object) -> Proposal:
+        made = propose(self, *args)  # pyright: ignore
+        laws = [None] * len(made.token_ids) if made.probs is None else made.probs
+        proposals.append([law is None for law in laws])
+        return made
+
+    monkeypatch.setattr(Hybrid, "propose", spy)
+    for name in ("hybrid", "hybrid of three modules"):
+        proposals.clear()
+        run(requests[:8], EngineLimits(max_batch=4), CASES[name], replace(GREEDY, temperature=0.3))
+        assert any(0 < sum(certain) < len(certain) for certain in proposals)
 
 
 SMALL = 6  # vocabulary of the target whose law is known exactly
@@ -335,25 +481,40 @@ def _pvalue(counts: np.ndarray, law: np.ndarray) -> float:
     return float(stats.chisquare(observed, expected * observed.sum() / expected.sum()).pvalue)
 
 
+ONCE = SuffixConfig(max_outputs=40, spec_factor=2.0)  # some of 3,000 short answers
+SAMPLED = {
+    "plain": None,
+    "shared module": Case(MTPConfig(), 2),
+    "reduced vocabulary": Case(MTPConfig(draft_vocab=(1, 2, 4)), 2),
+    "two modules": Case(MTPConfig(depth=2), 2),
+    "prompt lookup": Case(NgramConfig(min_ngram=1), 2),
+    "suffix": Case(ONCE, 2),
+    "hybrid": Case(HybridConfig(ONCE, MTPConfig(draft_vocab=(1, 2, 4)), 0.9), 2),
+    "static tree": Case(MTPConfig(), 2, TreeShape("static")),
+    "dynamic tree": Case(MTPConfig(), 2, TreeShape("dynamic", 4, 2)),
+}
+
+
 @pytest.mark.parametrize(
-    "case",
+    ("name", "block_verify"),
     [
-        None,
-        Case(MTPConfig(), 2),
-        Case(MTPConfig(draft_vocab=(1, 2, 4)), 2),
-        Case(MTPConfig(depth=2), 2),
-        Case(NgramConfig(min_ngram=1), 2),
+        (name, block)
+        for name, case in SAMPLED.items()
+        for block in (False, True)
+        if not block or (case and case.tree.kind is None)
     ],
-    ids=["plain", "shared module", "reduced vocabulary", "two modules", "prompt lookup"],
 )
 def test_sampled_speculation_has_the_targets_law(
-    small_target: Target, backend: AttentionBackend, case: Case | None
+    small_target: Target, backend: AttentionBackend, name: str, block_verify: bool
 ) -> None:
     """Of 3,000 answers at T=1, tokens one and two and tokens two and three together pass a chi-square test
-    against the target's exact law."""
+    against the target's exact law, whichever way they are verified."""
+    case = SAMPLED[name]
     requests = [Request(str(i), "all", PROMPT) for i in range(3000)]
-    params = SamplingParams(1.0, max_new_tokens=3, seed=1)
-    limits = EngineLimits(max_batch=512, num_draft_tokens=case.num_draft_tokens if case else 0)
+    params = SamplingParams(1.0, max_new_tokens=3, seed=1, block_verify=block_verify)
+    limits = EngineLimits(max_batch=512)
+    if case:
+        limits = replace(limits, num_draft_tokens=case.num_draft_tokens, tree=case.tree)
     draft = case.config.build(small_target) if case else None
     engine = Engine(small_target, backend, limits, frozenset(), draft)
     done = engine.generate(requests, params)

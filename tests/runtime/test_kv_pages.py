@@ -18,6 +18,23 @@ def test_pool_holds_a_page_for_every_layer() -> None:
     assert pool.values[1].shape == (5, 1, SIZE, 16) and pool.values[1].dtype == torch.bfloat16
 
 
+def test_rows_move_in_the_first_layers_and_all_are_read_before_any_is_written() -> None:
+    """A chain of moves, each into the row that the next one leaves, over pages in any order; later layers, the
+    draft's, and other rows stay."""
+    pool = KVPool(5, SIZE, [(2, 8)] * 3)
+    for x in (*pool.keys, *pool.values):
+        x.normal_()
+    before = [x.clone() for x in (*pool.keys, *pool.values)]
+    source, goal = torch.tensor([9, 2, 15]), torch.tensor([8, 9, 2])
+    pool.move(source, goal, 2)
+    for i, (x, old) in enumerate(zip((*pool.keys, *pool.values), before, strict=True)):
+        rows, expected = (y.transpose(1, 2).reshape(-1, 2, 8) for y in (x, old))
+        if i % 3 < 2:
+            expected = expected.clone()
+            expected[8], expected[9], expected[2] = (y.clone() for y in expected[[9, 2, 15]])
+        assert torch.equal(rows, expected)
+
+
 def test_low_pages_come_first_and_released_ones_again() -> None:
     """The pool stays dense: the lowest free page is dealt, whatever the order of release."""
     book = PageBook(4, SIZE)

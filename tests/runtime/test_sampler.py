@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from scipy import stats
+from transformers import (
+    MinPLogitsWarper,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
 from mtptrain.runtime.sampler import draw, generator, probabilities, uniforms
-from mtptrain.types import SamplingParams
+from mtptrain.types import SamplingParams, UserError
 
 LOGITS = torch.tensor([[2.0, 0.5, 1.0, -1.0], [0.0, 0.0, 3.0, 0.0]])
 
@@ -34,6 +41,44 @@ def test_top_p_keeps_the_smallest_set_that_reaches_it() -> None:
     torch.testing.assert_close(got, torch.tensor([[0.0, 0.6, 0.0, 0.4]]))
     greedy = probabilities(probs.log(), SamplingParams(1.0, top_p=1e-6))
     torch.testing.assert_close(greedy, torch.tensor([[0.0, 1.0, 0.0, 0.0]]))
+
+
+def test_min_p_keeps_what_is_near_the_best() -> None:
+    """A token needs its share of the best one's probability, just reaching it is enough; the best is always
+    kept, and 0 keeps all."""
+    probs = torch.tensor([[0.5, 0.25, 0.125, 0.125], [0.25, 0.25, 0.25, 0.25]])
+    got = probabilities(probs.log(), SamplingParams(1.0, min_p=0.5))
+    torch.testing.assert_close(got, torch.tensor([[2 / 3, 1 / 3, 0.0, 0.0], [0.25] * 4]))
+    best = probabilities(probs[:1].log(), SamplingParams(1.0, min_p=1.0))
+    torch.testing.assert_close(best, torch.tensor([[1.0, 0.0, 0.0, 0.0]]))
+    torch.testing.assert_close(probabilities(probs.log(), SamplingParams(1.0)), probs)
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.7])
+def test_all_options_together_are_those_of_transformers(temperature: float) -> None:
+    """temperature, top-k, top-p and min-p, in this order, leave the tokens and the law that its own warpers do."""
+    logits = 3 * torch.randn(50, 40, generator=generator(4, 0))
+    warpers = [
+        TemperatureLogitsWarper(temperature),
+        TopKLogitsWarper(12),
+        TopPLogitsWarper(0.8),
+        MinPLogitsWarper(0.2),
+    ]
+    warped = logits
+    for warper in warpers:
+        warped = warper(torch.zeros(50, 1, dtype=torch.long), warped)
+    got = probabilities(logits, SamplingParams(temperature, top_k=12, top_p=0.8, min_p=0.2))
+    torch.testing.assert_close(got, warped.softmax(-1))
+    assert len(set((got > 0).sum(-1).tolist())) > 2
+
+
+@pytest.mark.parametrize("wrong", [{"min_p": -0.1}, {"min_p": 1.1}, {"top_p": 0.0}, {"top_k": -1}])
+def test_options_out_of_range_are_one_line(wrong: dict[str, float]) -> None:
+    """The message names the option and its value."""
+    ((name, value),) = wrong.items()
+    with pytest.raises(UserError, match=f"^{name}={value} must") as caught:
+        SamplingParams(1.0, **wrong)  # pyright: ignore
+    assert "\n" not in str(caught.value)
 
 
 def test_draw_inverts_the_distribution() -> None:

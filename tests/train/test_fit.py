@@ -14,18 +14,24 @@ from torch import Tensor
 
 from hidden_state_cache import FeatureStore
 from mtptrain.attention_backends.base import AttentionBackend
+from mtptrain.drafts.base import HeadConfig
+from mtptrain.drafts.eagle3 import Eagle3Config
+from mtptrain.drafts.medusa import MedusaConfig
 from mtptrain.drafts.mtp import MTPConfig
+from mtptrain.losses.base import FeatureLoss, VocabLoss
 from mtptrain.losses.kl import KL
+from mtptrain.losses.smooth_l1 import SmoothL1
 from mtptrain.targets.base import Target
 from mtptrain.train.checkpoint import WholeCheckpoints
 from mtptrain.train.fit import LOG_EVERY, TrainResult, fit_draft
 from mtptrain.train.module import DraftModule, TrainSettings
-from mtptrain.types import Completion, DraftBatch
+from mtptrain.types import Completion, DraftBatch, UserError
 from mtptrain.validate.acceptance import measure_acceptance
 from mtptrain.validate.simulated import simulate
 
 CURVE = "held_out/simulated_acceptance_length"
 CONFIG = MTPConfig(taps=("layer.1", "final"), draft_vocab_size=200)
+OWN_HEAD = Eagle3Config(taps=("layer.1", "layer.2"), draft_vocab_size=200, head="own")
 
 
 @pytest.fixture(scope="module")
@@ -132,6 +138,9 @@ def test_killed_behind_the_last_checkpoint(fit: Callable[..., TrainResult], tmp_
         {"optimizer": "muon", "learning_rate": 1e-2},
         {"scored_tokens": 64},
         {"accumulate": 2, "checkpoint_every": 3},
+        {"feature_noise": 0.2, "average": "samples"},
+        {"config": OWN_HEAD, "optimizer": "muon", "scored_tokens": 64},
+        {"config": MedusaConfig(num_heads=3)},
     ],
 )
 def test_every_choice_resumes(
@@ -140,14 +149,43 @@ def test_every_choice_resumes(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Muon's momentum is part of the checkpoint, the tokens drawn for a step are a function of the step, and a
-    step of several batches is resumed at its first."""
+    """Muon's momentum is part of the checkpoint, the tokens and the noise drawn for a step are a function of the
+    step, a step of several batches is resumed at its first."""
     result = fit(tmp_path / "whole", **how)
     with monkeypatch.context() as patch:
         _kill_at(min(7, result.steps - 1), patch)
         with pytest.raises(Killed):
             fit(tmp_path / "cut", **how)
     assert _same(result, fit(tmp_path / "cut", **how))
+
+
+@pytest.mark.parametrize(
+    ("config", "loss", "message"),
+    [
+        (MedusaConfig(), KL(), "train.unroll_steps=3 leaves 1 of the draft's 4 steps untrained"),
+        (
+            MTPConfig(depth=5),
+            KL(),
+            "train.unroll_steps=3 leaves 2 of the draft's 5 steps untrained",
+        ),
+        (OWN_HEAD, SmoothL1(), "loss=SmoothL1 compares features and trains no head"),
+    ],
+)
+def test_what_would_stay_untrained_is_refused_at_the_start(
+    config: HeadConfig,
+    loss: VocabLoss | FeatureLoss,
+    message: str,
+    tiny_target: Target,
+    store: FeatureStore,
+    backend: AttentionBackend,
+    settings: TrainSettings,
+    tmp_path: Path,
+) -> None:
+    """One line, and no checkpoint: not an error behind the last step."""
+    kind = (config, loss, tiny_target, store, backend, settings, tmp_path)
+    with pytest.raises(UserError, match=message):
+        fit_draft(*kind, num_draft_tokens=3, seed=0)
+    assert not list(tmp_path.iterdir())
 
 
 def test_seed_and_settings_decide_the_result(

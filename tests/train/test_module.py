@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -13,6 +14,8 @@ import torch.nn.functional as F
 from mtptrain.attention_backends.base import AttentionBackend
 from mtptrain.drafts.base import supervised_chain
 from mtptrain.drafts.mtp import MTPConfig
+from mtptrain.losses.base import Loss
+from mtptrain.losses.expected_length import ExpectedLength
 from mtptrain.losses.kl import KL
 from mtptrain.targets.base import Target
 from mtptrain.train.module import DraftModule, TrainSettings
@@ -20,7 +23,7 @@ from mtptrain.train.vocabulary import AllTokens
 from mtptrain.types import Completion, DraftBatch, UserError
 from mtptrain.validate.simulated import pack
 
-SHARED = MTPConfig()
+SHARED, SAME = MTPConfig(), KL()
 
 
 @pytest.fixture
@@ -39,19 +42,26 @@ def batches(answers: list[Completion], document: Callable[..., Any]) -> list[Dra
 def make(
     tiny_target: Target, backend: AttentionBackend, settings: TrainSettings
 ) -> Callable[..., DraftModule]:
-    def build(config: MTPConfig = SHARED, steps: int = 100, **changes: Any) -> DraftModule:
+    def build(
+        config: MTPConfig = SHARED,
+        steps: int = 100,
+        loss: Loss = SAME,
+        seed: int = 0,
+        **changes: Any,
+    ) -> DraftModule:
         how = replace(settings, **changes)
         draft = config.build(tiny_target)
-        return DraftModule(draft, KL(), how, backend, AllTokens(draft, 512), steps)
+        scoring = AllTokens(draft, 512)
+        return DraftModule(draft, loss, how, backend, scoring, steps, seed=seed)
 
     return build
 
 
 def _by_hand(
     module: DraftModule, batch: DraftBatch, mask: torch.Tensor
-) -> tuple[list[float], list[int]]:
-    """Mean KL of each unrolled step over the rows whose label the draft can say, and their number."""
-    draft, values, counts = module.draft, [], []
+) -> list[list[torch.Tensor]]:
+    """KL of each document's rows whose label the draft can say, per unrolled step."""
+    draft, values = module.draft, []
     head = draft.head_rows()
     draft.requires_grad_(False)
     for step in draft.unroll(batch, module.settings.unroll_steps, mask, module.backend):
@@ -59,12 +69,14 @@ def _by_hand(
         said = torch.ones_like(labels, dtype=torch.bool)
         if draft.vocab is not None:
             said = torch.isin(labels, draft.vocab)
-        p = F.log_softmax(batch.final[step.target_rows] @ head.T, -1)[said]
-        q = F.log_softmax(step.states @ head.T, -1)[said]
-        values.append(float(F.kl_div(q, p, reduction="sum", log_target=True)) / max(len(p), 1))
-        counts.append(len(p))
+        p = F.log_softmax(batch.final[step.target_rows] @ head.T, -1)
+        q = F.log_softmax(step.states @ head.T, -1)
+        rows = F.kl_div(q, p, reduction="none", log_target=True).sum(-1)
+        borders = list(pairwise(batch.cu_seqlens.tolist()))
+        where = [(step.label_rows >= a) & (step.label_rows < b) & said for a, b in borders]
+        values.append([rows[w] for w in where])
     draft.requires_grad_(True)
-    return values, counts
+    return values
 
 
 @pytest.mark.parametrize("vocab", [(), tuple(range(0, 512, 2))])
@@ -74,18 +86,92 @@ def test_the_loss_is_the_weighted_mean_over_steps(
     """Each step's mean over its own rows, weighted by step_decay ** j over their sum; a row whose token a
     reduced vocabulary lacks teaches nothing."""
     module = make(MTPConfig(draft_vocab=vocab), unroll_steps=3, step_decay=0.5)
-    values, counts = _by_hand(module, batch, batch.loss_mask)
+    rows = [torch.cat(step) for step in _by_hand(module, batch, batch.loss_mask)]
+    values, counts = [float(x.mean()) for x in rows], [len(x) for x in rows]
     loss = float(module.training_step(batch, 0).detach())
     assert loss == pytest.approx((4 * values[0] + 2 * values[1] + values[2]) / 7, rel=1e-4)
     assert module.supervised_rows == counts[0] and counts[0] > counts[2] > 0
 
 
 @pytest.mark.parametrize("vocab", [(), tuple(range(0, 512, 2))])
+def test_samples_weigh_the_same_however_long(
+    vocab: tuple[int, ...], make: Callable[..., DraftModule], batch: DraftBatch
+) -> None:
+    """With average=samples a step's loss is the mean over documents of each one's mean; a document without a
+    supervised row is not counted, and supervised rows are counted as ever."""
+    mask = batch.loss_mask.clone()
+    mask[int(batch.cu_seqlens[1]) : int(batch.cu_seqlens[2])] = False
+    batch = replace(batch, loss_mask=mask)
+    module = make(MTPConfig(draft_vocab=vocab), average="samples", unroll_steps=3, step_decay=0.5)
+    steps = _by_hand(module, batch, mask)
+    values = [[float(d.mean()) for d in step if len(d)] for step in steps]
+    first, second, third = (sum(x) / len(x) for x in values)
+    loss = float(module.training_step(batch, 0).detach())
+    assert loss == pytest.approx((4 * first + 2 * second + third) / 7, rel=1e-4)
+    sizes = [len(d) for d in steps[0]]
+    assert module.supervised_rows == sum(sizes) and sizes[1] == 0 and len(set(sizes)) > 2
+
+
+def test_losses_over_chains_get_the_rows_of_one_origin(
+    make: Callable[..., DraftModule], batch: DraftBatch
+) -> None:
+    """The expected length that a step of training sees is that of each row's own unrolled steps."""
+    module = make(loss=ExpectedLength(), unroll_steps=3, step_decay=1.0)
+    draft, head, kept, means = module.draft, module.draft.head_rows(), dict[int, float](), []
+    with torch.no_grad():
+        for j, step in enumerate(draft.unroll(batch, 3, batch.loss_mask, module.backend)):
+            p = (batch.final[step.target_rows] @ head.T).softmax(-1)
+            q = (step.states @ head.T).softmax(-1)
+            lost = []
+            for row, a in zip(step.label_rows - 2 - j, torch.minimum(p, q).sum(-1), strict=True):
+                kept[int(row)] = kept.get(int(row), 1.0) * float(a)
+                lost.append(1 - kept[int(row)])
+            means.append(sum(lost) / len(lost))
+    assert float(module.training_step(batch, 0).detach()) == pytest.approx(sum(means) / 3, rel=1e-4)
+
+
+def test_noise_lies_on_what_the_draft_reads(
+    make: Callable[..., DraftModule], batch: DraftBatch
+) -> None:
+    """Uniform, at most feature_noise, new for every batch, a function of seed and batch; what the draft is held
+    against and the caller's batch stay as they are."""
+    before = batch.features.clone()
+    module, other = make(feature_noise=0.25, seed=3), make(feature_noise=0.25, seed=4)
+    noisy = module._with_noise(batch, 7)
+    noise = noisy.features - batch.features
+    assert 0.24 < float(noise.max()) <= 0.2501 and -0.24 > float(noise.min()) >= -0.2501
+    assert abs(float(noise.mean())) < 0.01 and float(noise.std()) == pytest.approx(
+        0.25 / 3**0.5, rel=0.02
+    )
+    assert noisy.final is batch.final and noisy.input_ids is batch.input_ids
+    assert torch.equal(noisy.features, module._with_noise(batch, 7).features)
+    assert not torch.equal(noisy.features, module._with_noise(batch, 8).features)
+    assert not torch.equal(noisy.features, other._with_noise(batch, 7).features)
+    assert torch.equal(batch.features, before) and make()._with_noise(batch, 7) is batch
+
+
+def test_noise_is_trained_through(make: Callable[..., DraftModule], batch: DraftBatch) -> None:
+    """The loss of a training step is that of the noisy features against the true states."""
+    plain, noisy = make(), make(feature_noise=0.5, seed=1)
+    noisy.load_state_dict(plain.state_dict())
+    loss = noisy.training_step(batch, 2).detach()
+    torch.testing.assert_close(
+        loss, plain.training_step(noisy._with_noise(batch, 2), 2).detach(), rtol=0, atol=0
+    )
+    assert not torch.equal(loss, plain.training_step(batch, 2).detach())
+
+
+@pytest.mark.parametrize("average", ["rows", "samples"])
+@pytest.mark.parametrize("vocab", [(), tuple(range(0, 512, 2))])
 def test_batches_of_one_step_divide_by_the_rows_of_all(
-    vocab: tuple[int, ...], make: Callable[..., DraftModule], batches: list[DraftBatch]
+    vocab: tuple[int, ...],
+    average: str,
+    make: Callable[..., DraftModule],
+    batches: list[DraftBatch],
 ) -> None:
     """The gradient of a step over several batches of unequal size is that of one batch that holds them all."""
-    config, how = MTPConfig(draft_vocab=vocab), {"unroll_steps": 3, "step_decay": 0.5}
+    how: dict[str, Any] = {"unroll_steps": 3, "step_decay": 0.5, "average": average}
+    config = MTPConfig(draft_vocab=vocab)
     one, several = make(config, **how), make(config, accumulate=2, **how)
     several.load_state_dict(one.state_dict())
     several.whole_step = lambda step: batches
@@ -188,6 +274,7 @@ def test_the_rate_warms_up_and_falls_to_zero(make: Callable[..., DraftModule]) -
     [
         ({"optimizer": "sgd"}, "train.optimizer=sgd is unknown; use adamw or muon"),
         ({"supervise": "some"}, "train.supervise=some is unknown; use assistant or all"),
+        ({"average": "tokens"}, "train.average=tokens is unknown; use rows or samples"),
         ({"accumulate": 0}, "train.accumulate=0 must be at least 1"),
         ({"epochs": 0}, "train.epochs=0 must be at least 1"),
         ({"unroll_steps": 0}, "train.unroll_steps=0 must be at least 1"),

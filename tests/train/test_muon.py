@@ -50,6 +50,17 @@ def test_other_parameters_are_adamws() -> None:
     torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=1e-5)
 
 
+def test_a_table_is_no_matrix() -> None:
+    """A group of `matrices: False`, such as a vocabulary's head, moves as a norm's gain does."""
+    torch.manual_seed(0)
+    table, flat = nn.Parameter(torch.ones(6, 3)), nn.Parameter(torch.ones(18))
+    mine = Muon([{"params": [table], "matrices": False}, {"params": [flat]}], lr=0.1)
+    table.grad = torch.randn(6, 3)
+    flat.grad = table.grad.flatten().clone()
+    mine.step()
+    assert torch.equal(table.flatten(), flat)
+
+
 def test_its_state_survives_a_checkpoint() -> None:
     """Saved and loaded with weights only, the next steps are the same bits; what has no gradient stays."""
     import io

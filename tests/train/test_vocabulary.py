@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from hidden_state_cache import FeatureStore
+from mtptrain.drafts.eagle3 import Eagle3Config
 from mtptrain.drafts.mtp import MTPConfig
 from mtptrain.targets.base import Target
 from mtptrain.train.data import TapColumns
@@ -106,3 +107,29 @@ def test_what_is_drawn_is_a_function_of_seed_and_step(
     assert one.of(batch, 7).index.equal(same.of(batch, 7).index)
     assert not one.of(batch, 7).index.equal(one.of(batch, 8).index)
     assert not one.of(batch, 7).index.equal(other.of(batch, 7).index)
+
+
+def test_an_own_head_is_compared_on_its_own_tokens(
+    tiny_target: Target, weights: Tensor, batch: DraftBatch
+) -> None:
+    """Its rows and the frozen ones stand at the same places, and no token outside it is scored or teaches."""
+    vocab = heaviest(weights, 200)
+    draft = Eagle3Config(head="own", draft_vocab=vocab).build(tiny_target)
+    own = draft.own_head()
+    assert own is not None
+    with torch.no_grad():
+        own.copy_(torch.randn_like(own))
+    labels, seen = torch.arange(512), set[int]()
+    sampled = SampledTokens(tiny_target.head_weight, weights, 64, 0, draft)
+    for scoring in (AllTokens(draft, 512), sampled):
+        assert scoring.teaches(labels).nonzero().squeeze(1).tolist() == list(vocab)
+        for step in range(100):
+            tokens = scoring.of(batch, step)
+            ids = (tokens.index >= 0).nonzero().squeeze(1)
+            seen |= set(ids.tolist())
+            assert tokens.rows.equal(tiny_target.head_weight[ids])
+            assert tokens.own_rows is not None and tokens.own_rows.requires_grad
+            assert tokens.own_rows.equal(own[torch.searchsorted(torch.tensor(vocab), ids)])
+            labelled = batch.input_ids[scoring.teaches(batch.input_ids)]
+            assert bool((tokens.index[labelled] >= 0).all())
+    assert seen == set(vocab)

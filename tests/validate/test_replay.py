@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,10 +16,13 @@ from mtptrain.drafts.mtp import MTPConfig
 from mtptrain.run import Provenance
 from mtptrain.runtime.engine import Engine
 from mtptrain.runtime.scheduler import EngineLimits
+from mtptrain.runtime.tree import TreeShape
 from mtptrain.targets.base import Target
 from mtptrain.types import Completion, Conversation, Request, Turn, UserError
 from mtptrain.validate.replay import ReplaySettings, compare, replay
 from mtptrain.validate.report import Report, load_report, write_report
+
+CHAIN = TreeShape()
 
 
 def _origin() -> Provenance:
@@ -34,16 +38,25 @@ def run(
     turns[1].append(Turn("user", "And then?"))
     rows = [Conversation(f"c{i}", "qa" if i % 2 else "code", tuple(t)) for i, t in enumerate(turns)]
 
+    shape = [CHAIN]
+
     def engine(
         max_batch: int,
         draft: Draft | None = None,
         num_draft_tokens: int = 0,
         capture_taps: tuple[str, ...] = (),
     ) -> Engine:
-        limits = EngineLimits(max_batch, num_draft_tokens=num_draft_tokens)
+        limits = EngineLimits(max_batch, num_draft_tokens=num_draft_tokens, tree=shape[0])
         return Engine(tiny_target, backend, limits, tiny_chat.eos_ids, draft, capture_taps)
 
-    def make(temperature: float = 0.0, batch_size: int = 3, sampled_prompts: int = 1000) -> Report:
+    def make(
+        temperature: float = 0.0,
+        batch_size: int = 3,
+        sampled_prompts: int = 1000,
+        tree: TreeShape = CHAIN,
+        **options: Any,
+    ) -> Report:
+        shape[0] = tree
         return replay(
             tiny_target,
             fit_head(MTPConfig()),
@@ -51,7 +64,7 @@ def run(
             rows,
             engine,
             backend,
-            ReplaySettings(24, sampled_prompts),
+            ReplaySettings(24, sampled_prompts, **options),
             num_draft_tokens=3,
             temperature=temperature,
             batch_size=batch_size,
@@ -82,6 +95,20 @@ def test_a_greedy_report_is_lossless_and_whole(run: Callable[..., Report], tmp_p
     assert load_report(tmp_path / "report.json") == report
 
 
+def test_a_tree_is_named_and_counted_as_one(run: Callable[..., Report]) -> None:
+    """The report names the tree, greedy and at T=1; its depth is D, a path is what is accepted, and nodes are
+    what is proposed; no token is lost, and more are accepted than of the chain."""
+    report, chain = run(tree=TreeShape("dynamic", 12, 4)), run()
+    assert report.sampling.tree == "dynamic, 12 nodes, top 4" and chain.sampling.tree is None
+    assert report.sampled is not None and report.sampled.sampling.tree == report.sampling.tree
+    assert report.lossless is not None and report.lossless.mismatches == 0
+    value, of_chain = report.acceptance_length.value, chain.acceptance_length.value
+    assert value is not None and of_chain is not None and of_chain < value <= 4
+    assert len(report.accepted_histogram) == 4
+    assert report.acceptance_rate == pytest.approx((value - 1) / 12)
+    assert report.simulated_acceptance_length is None  # which is a chain's
+
+
 def test_acceptance_does_not_depend_on_the_batch(run: Callable[..., Report]) -> None:
     """One request at a time or all at once, the counts are the same, greedy and at T=1."""
     one, all_at_once = run(batch_size=1), run(batch_size=8)
@@ -96,6 +123,17 @@ def test_a_sampled_report_claims_nothing_of_losslessness(run: Callable[..., Repo
     report = run(temperature=1.0)
     assert report.lossless is None and report.sampled is None
     assert run(sampled_prompts=0).sampled is None
+
+
+def test_options_of_sampling_reach_target_and_draft(run: Callable[..., Report]) -> None:
+    """A top-k of one leaves the best token at any temperature: draft and target then do what they do at T=0;
+    the report says how it was drawn."""
+    greedy = run(sampled_prompts=0)
+    for options in ({"top_k": 1}, {"min_p": 1.0}, {"top_k": 1, "block_verify": True}):
+        report = run(temperature=1.0, **options)
+        assert report.accepted_histogram == greedy.accepted_histogram
+        how = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "block_verify": False} | options
+        assert {name: getattr(report.sampling, name) for name in how} == how
 
 
 def test_a_part_of_the_prompts_is_sampled(run: Callable[..., Report]) -> None:

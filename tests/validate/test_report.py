@@ -47,7 +47,7 @@ REPORT_KEYS = (
     )
 )
 NESTED_KEYS = {
-    "sampling": "temperature num_draft_tokens tree seed batch_size",
+    "sampling": "temperature num_draft_tokens tree seed batch_size top_k top_p min_p block_verify",
     "acceptance_length": "value ci95 per_request_mean by_category",
     "lossless": "checked_tokens mismatches",
     "speed": "plain_tokens_per_s speculative_tokens_per_s speedup draft_share",
@@ -147,6 +147,42 @@ def test_other_files_are_refused_in_one_line(
     with pytest.raises(UserError, match=message) as caught:
         load_report(path)
     assert str(path) in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_reports_from_before_a_key_was_added_are_read(tmp_path: Path) -> None:
+    """What they do not say had one value then: no warning, nothing cut off, tokens verified one by one."""
+    write_report(full(), tmp_path)
+    path = tmp_path / "report.json"
+    data = json.loads(path.read_text())
+    del data["warnings"]
+    for run in (data, data["sampled"]):
+        for key in ("top_k", "top_p", "min_p", "block_verify"):
+            del run["sampling"][key]
+    path.write_text(json.dumps(data))
+    assert load_report(path) == full()
+    del data["sampled"]
+    path.write_text(json.dumps(data))
+    with pytest.raises(UserError, match=r"missing or unknown fields \['sampled'\]"):
+        load_report(path)
+
+
+def test_options_of_sampling_stand_beside_the_temperature() -> None:
+    """Where something is drawn the setting names what was cut off and how it was verified; T=0 has none."""
+    options = {"top_k": 20, "top_p": 0.9, "min_p": 0.05, "block_verify": True}
+    for temperature, shown in (
+        (1.0, "T=1, top-k 20, top-p 0.9, min-p 0.05, verified as a block, 6 prompts"),
+        (0.0, "T=0, 6 prompts"),
+    ):
+        how = dataclasses.replace(full().sampling, temperature=temperature, **options)
+        assert shown in summary_line(dataclasses.replace(full(), sampling=how))
+
+
+def test_warnings_reach_the_reader() -> None:
+    """What is said of a run when its report is put together stands in report.md, under the headline."""
+    report = assemble(
+        a_run(0.0), target="t", draft="mtp", provenance=PROVENANCE, warnings=("look out",)
+    )
+    assert "**Warning:** look out" in render_markdown(report)
 
 
 def test_absent_and_broken_files_are_refused(tmp_path: Path) -> None:

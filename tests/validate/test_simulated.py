@@ -11,6 +11,8 @@ import torch
 
 from mtptrain.attention_backends.base import AttentionBackend
 from mtptrain.drafts.base import Draft
+from mtptrain.drafts.eagle3 import Eagle3Config
+from mtptrain.drafts.medusa import MedusaConfig
 from mtptrain.drafts.mtp import MTPConfig
 from mtptrain.drafts.ngram import NgramConfig
 from mtptrain.runtime.engine import Engine
@@ -28,6 +30,11 @@ HEADS = {
         MTPConfig(taps=("layer.1", "final"), draft_vocab=tuple(range(0, 512, 2))),
         2,
     ),
+    "fed back raw, a head of its own": (
+        Eagle3Config(taps=("layer.1", "layer.2", "final_prenorm"), head="own"),
+        3,
+    ),
+    "heads that read no draft": (MedusaConfig(num_heads=3), 3),
 }
 
 
@@ -65,7 +72,7 @@ def test_the_walk_of_a_head_is_its_replay(
     fit_head: Callable[..., Draft],
     backend: AttentionBackend,
 ) -> None:
-    """Pass by pass the same, and within 1 % of the acceptance length, on a head that is right half the time."""
+    """Pass by pass the same, and within 1 % of the acceptance length, on heads that are right now and then."""
     config, tokens = HEADS[name]
     draft = fit_head(config)
     walked = list(simulate(draft, generate(taps=draft.taps), tokens, backend))
@@ -74,7 +81,7 @@ def test_the_walk_of_a_head_is_its_replay(
     simulated, real = (
         measure_acceptance(x, tokens).acceptance_length.value for x in (walked, replayed)
     )
-    assert simulated == pytest.approx(real, rel=0.01) and simulated is not None and simulated > 1.1
+    assert simulated == pytest.approx(real, rel=0.01) and simulated is not None and simulated > 1.05
 
 
 @pytest.mark.parametrize("tokens", [1, 4])

@@ -1,4 +1,4 @@
-"""What base promises for every loss: sums, memory, masks, shared targets, steps, dtypes."""
+"""What the walk over chunks promises for every loss: sums, memory, masks, shared targets, steps, dtypes."""
 
 from __future__ import annotations
 
@@ -10,18 +10,36 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mtptrain.losses.base import FeatureLoss, LossSums, VocabLoss, compute
+from mtptrain.losses.base import Loss, LossSums, VocabLoss
+from mtptrain.losses.chunks import compute
 from mtptrain.losses.cross_entropy import CrossEntropy
+from mtptrain.losses.d_pace import DPace
+from mtptrain.losses.expected_length import ExpectedLength
+from mtptrain.losses.jsd import JSD
 from mtptrain.losses.kl import KL
 from mtptrain.losses.lk import LK
+from mtptrain.losses.log_acceptance import LogAcceptance
+from mtptrain.losses.reverse_kl import ReverseKL
 from mtptrain.losses.smooth_l1 import SmoothL1
 from mtptrain.losses.tv import TV
+from mtptrain.losses.weighted_sum import WeightedSum
 
 R, H, V = 60, 13, 301
-LOSSES = [KL(), TV(), LK(), CrossEntropy(), SmoothL1()]
+VOCAB_LOSSES: list[VocabLoss] = [
+    KL(),
+    ReverseKL(),
+    JSD(),
+    TV(),
+    LK(),
+    LogAcceptance(),
+    CrossEntropy(),
+    ExpectedLength(),
+    DPace(),
+]
+MIXED = WeightedSum({"a": LK(), "b": SmoothL1(), "c": KL()}, {"a": 0.5, "b": 1.0, "c": 0.1})
+LOSSES: list[Loss] = [*VOCAB_LOSSES, SmoothL1(), MIXED]
 every_loss = pytest.mark.parametrize("loss", LOSSES, ids=lambda x: type(x).__name__)
-vocab_losses = pytest.mark.parametrize("loss", LOSSES[:-1], ids=lambda x: type(x).__name__)
-Loss = VocabLoss | FeatureLoss
+vocab_losses = pytest.mark.parametrize("loss", VOCAB_LOSSES, ids=lambda x: type(x).__name__)
 
 
 def _inputs(scale: float = 1.0) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -56,8 +74,57 @@ def test_no_whole_vocabulary_tensor(loss: VocabLoss) -> None:
     draft, target, labels, weights, head = _inputs()
     with _Largest() as largest:
         compute(loss, draft, target, labels, weights, head, chunk_rows=8).loss.backward()
-    terms = 2 if isinstance(loss, LK) else 1
-    assert 8 * V <= largest.elements <= max(terms * 8 * V, V * H) < R * V
+    assert 8 * V <= largest.elements <= max(loss.num_terms * 8 * V, V * H) < R * V
+
+
+@vocab_losses
+def test_an_own_head_makes_no_whole_vocabulary_tensor_either(loss: VocabLoss) -> None:
+    """What it adds is the size of the head, whatever the number of rows."""
+    draft, target, labels, weights, head = _inputs()
+    own = head.clone().requires_grad_()
+    with _Largest() as largest:
+        compute(
+            loss, draft, target, labels, weights, head, chunk_rows=8, draft_head=own
+        ).loss.backward()
+    assert V * H <= largest.elements < R * V
+
+
+@vocab_losses
+def test_an_own_head_equal_to_the_frozen_one(loss: VocabLoss) -> None:
+    """It changes no bit of sums and state gradients, and gets a gradient only where it is to be trained, in
+    its own dtype."""
+    draft, target, labels, weights, head = _inputs()
+    plain = compute(loss, draft, target, labels, weights, head)
+    fixed = compute(loss, draft, target, labels, weights, head, draft_head=head)
+    own = head.clone().requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16):
+        trained = compute(loss, draft, target, labels, weights, head, draft_head=own)
+    grad = _grad(plain, draft)
+    for sums in (fixed, trained):
+        assert torch.equal(sums.loss, plain.loss)
+        assert torch.equal(sums.acceptance, plain.acceptance)
+        assert torch.equal(_grad(sums, draft), grad)
+    half = head.bfloat16()
+    compute(loss, draft, target.bfloat16(), labels, weights, half, draft_head=own).loss.backward()
+    assert own.grad is not None and own.grad.dtype == torch.float32 and bool(own.grad.any())
+    assert head.grad is None
+    with torch.no_grad():
+        assert not compute(
+            loss, draft, target, labels, weights, head, draft_head=own
+        ).loss.requires_grad
+
+
+@vocab_losses
+def test_an_own_head_learns_from_fixed_states(loss: VocabLoss) -> None:
+    """States that need no gradient do not keep the head from getting its own; masked rows give it none."""
+    draft, target, labels, weights, head = _inputs()
+    own = (head + 0.1).requires_grad_()
+    both = compute(loss, draft, target, labels, weights, head, draft_head=own)
+    alone = compute(loss, draft.detach(), target, labels, weights, head, draft_head=own)
+    grads = [torch.autograd.grad(sums.loss, own)[0] for sums in (both, alone)]
+    assert torch.equal(*grads) and bool(grads[0].any())
+    nothing = compute(loss, draft, target, labels, 0 * weights, head, draft_head=own)
+    assert not bool(torch.autograd.grad(nothing.loss, own)[0].any())
 
 
 @every_loss
@@ -150,7 +217,7 @@ def test_small_blocks(loss: VocabLoss, monkeypatch: pytest.MonkeyPatch) -> None:
     draft, target, labels, weights, head = _inputs()
     index = torch.arange(R) // 3
     whole = compute(loss, draft, target, labels, weights, head, target_rows=index)
-    monkeypatch.setattr("mtptrain.losses.base._BLOCK_ELEMENTS_PER_THREAD", 4 * V)
+    monkeypatch.setattr("mtptrain.losses.chunks._BLOCK_ELEMENTS_PER_THREAD", 4 * V)
     cut = compute(loss, draft, target, labels, weights, head, target_rows=index, chunk_rows=17)
     torch.testing.assert_close(cut.loss, whole.loss)
     torch.testing.assert_close(_grad(cut, draft), _grad(whole, draft), rtol=1e-4, atol=1e-6)
@@ -186,11 +253,14 @@ def test_evaluation_without_gradient() -> None:
     assert torch.equal(trained.loss, judged.loss) and not judged.loss.requires_grad
 
 
-def test_perfect_draft() -> None:
+@pytest.mark.parametrize(
+    "loss", [x for x in LOSSES if not isinstance(x, CrossEntropy | DPace | SmoothL1)]
+)
+def test_perfect_draft(loss: Loss) -> None:
     """A draft equal to the target is accepted whole, agrees everywhere and costs nothing."""
     _, target, labels, weights, head = _inputs()
     states = target.clone().requires_grad_()
-    sums = compute(LK(), states, target, labels, weights, head)
+    sums = compute(loss, states, target, labels, weights, head)
     torch.testing.assert_close(sums.acceptance, sums.count)
     torch.testing.assert_close(sums.agreement, sums.count)
     torch.testing.assert_close(sums.loss, torch.zeros(()), rtol=0, atol=1e-4)

@@ -1,0 +1,272 @@
+"""What heads share that draft token by token: the unroll of training, and refill and drawing over pages.
+
+Row t reads the feature of token t and Emb(x_{t+1}), sits at RoPE position t, and gives a state; at unrolled
+step j it reads Emb(x_{t+1+j}) and the state it gave before, at position t + j (design 5.1). One network may
+serve all steps: its later steps see the step-0 keys of true features and the own row's later keys. Or each
+step has a network of its own (`depth` of them), with its own pages and plain causal attention.
+A mechanism says what the first state is (`first_state`), how a state goes on (`advance`), and what of a
+state is scored (`scored`). The runtime grows token trees from `start` and `step`, where one network serves
+all steps. It gives up width: tokens are drafted one after another.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from mtptrain.attention_backends.base import AttentionBackend, ForwardContext, UnrollCache
+from mtptrain.drafts.base import (
+    Draw,
+    Head,
+    HeadConfig,
+    Proposal,
+    TrueRows,
+    UnrollStep,
+    answer_chain,
+    proposal_of,
+)
+from mtptrain.targets.base import Target, tap_layer
+from mtptrain.types import DraftBatch, UserError
+
+
+@dataclass(frozen=True)
+class AutoregressiveConfig(HeadConfig):
+    """Which decoder layer of the target a head of the target's own kind starts from."""
+
+    init_layer: int | None = None  # None: see `first_layer`
+
+    @property
+    def grows_trees(self) -> bool:
+        return True
+
+    def first_layer(self, num_layers: int) -> int:
+        """The layer to start from: unless asked otherwise, the one behind the last tap, so that the head
+        begins as the target's own continuation; layer 0 where none follows."""
+        if self.init_layer is not None:
+            if not 0 <= self.init_layer < num_layers:
+                raise UserError(
+                    f"draft.init_layer={self.init_layer} must lie in 0 to {num_layers - 1}, the target's layers"
+                )
+            return self.init_layer
+        return self.next_layer(num_layers) or 0
+
+    def next_layer(self, num_layers: int) -> int | None:
+        """The layer behind the last tap; None behind the last layer and the final norm."""
+        tapped = tap_layer(self.taps[-1])
+        return None if tapped is None or tapped + 1 >= num_layers else tapped + 1
+
+    def goes_on(self, num_layers: int) -> bool:
+        """Whether the head starts from the very layer behind its last tap."""
+        return self.first_layer(num_layers) == self.next_layer(num_layers)
+
+
+def tap_size(features: Tensor, hidden_size: int) -> Tensor:
+    """Median root mean square of the last tap's rows, 0-dim; the first token's is off the scale."""
+    return features[:, -hidden_size:].float().pow(2).mean(-1).sqrt().median()
+
+
+class AutoregressiveHead(Head):
+    """See the file's opening."""
+
+    def __init__(
+        self,
+        config: AutoregressiveConfig,
+        target: Target,
+        depth: int = 1,
+        own_head: bool = False,
+    ) -> None:
+        """`depth` networks, one a step; 1: the only one serves all steps. `own_head`: see `Head`."""
+        super().__init__(config, target, own_head)
+        self.depth = self.num_kv_layers = depth
+        self.max_draft_tokens = None if depth == 1 else depth
+        self.shares_prefix = depth == 1
+
+    @abstractmethod
+    def first_state(self, features: Tensor) -> Tensor:
+        """The state of rows that have true features, [T, W] to [T, H]."""
+
+    @abstractmethod
+    def advance(
+        self,
+        step: int,
+        embedding: Tensor,
+        state: Tensor,
+        rotary: tuple[Tensor, Tensor],
+        ctx: ForwardContext,
+    ) -> Tensor:
+        """Each row's next state, [T, H], from its last one and the embedding of the next token, [T, H] each."""
+
+    def _run(
+        self, step: int, ids: Tensor, state: Tensor, positions: Tensor, ctx: ForwardContext
+    ) -> Tensor:
+        embedding = self.target.embed(ids)
+        rotary = self.target.position_embeddings(embedding, positions)
+        return self.advance(step, embedding, state, rotary, ctx)
+
+    # ---- training ---------------------------------------------------------------------------------------
+
+    def unroll(
+        self, batch: DraftBatch, steps: int, supervised: Tensor, backend: AttentionBackend
+    ) -> Iterator[UnrollStep]:
+        chain = answer_chain(batch, steps, supervised)
+        lens = torch.diff(batch.cu_seqlens)
+        row = torch.arange(len(batch.input_ids), device=batch.input_ids.device)
+        position = row - torch.repeat_interleave(batch.cu_seqlens[:-1], lens)
+        unroll = self._unroll_shared if self.depth == 1 else self._unroll_modules
+        yield from unroll(batch, chain, position, tuple(lens.tolist()), backend)
+
+    def _unroll_shared(
+        self,
+        batch: DraftBatch,
+        chain: Tensor,
+        position: Tensor,
+        lens: tuple[int, ...],
+        backend: AttentionBackend,
+    ) -> Iterator[UnrollStep]:
+        rows = (chain[1] if len(chain) > 1 else chain[0] & False).nonzero().squeeze(1)
+        cache = UnrollCache(rows, _per_document(rows, batch.cu_seqlens))
+        ctx = ForwardContext(backend, lens, unroll=cache)
+        states = self._run(
+            0, _ahead(batch.input_ids, 1), self.first_state(batch.features), position, ctx
+        )
+        first = chain[0].nonzero().squeeze(1)
+        yield UnrollStep(self.scored(states[first]), first + 1, first + 2)
+        states, cache.mode = states[rows], "extend"
+        for j in range(1, len(chain)):
+            keep = chain[j][rows]
+            if not bool(keep.all()):
+                rows, states = rows[keep], states[keep]
+                cache.narrow(keep, _per_document(rows, batch.cu_seqlens))
+            if len(rows):  # else every answer of the batch has ended
+                ids = batch.input_ids[rows + 1 + j]
+                states = self._run(j, ids, states, position[rows] + j, ctx)
+            yield UnrollStep(self.scored(states), rows + 1 + j, rows + 2 + j)
+
+    def _unroll_modules(
+        self,
+        batch: DraftBatch,
+        chain: Tensor,
+        position: Tensor,
+        lens: tuple[int, ...],
+        backend: AttentionBackend,
+    ) -> Iterator[UnrollStep]:
+        ctx = ForwardContext.packed(backend, lens)
+        states = self.first_state(batch.features)
+        for j in range(min(len(chain), self.depth)):
+            states = self._run(j, _ahead(batch.input_ids, 1 + j), states, position + j, ctx)
+            rows = chain[j].nonzero().squeeze(1)
+            yield UnrollStep(self.scored(states[rows]), rows + 1 + j, rows + 2 + j)
+
+    # ---- serving ----------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def refill(self, rows: TrueRows) -> None:
+        starts, outputs = self._features(rows)
+        for j in range(self.depth):
+            if j:  # row t of module j needs x_{t+1+j}: its newest row waits for a token
+                starts, outputs = self._behind_waiting(rows, j, starts, outputs)
+                outputs = [x[:-1] for x in outputs]
+            outputs = self._run_rows(rows, j, rows.token_ids, starts, outputs)
+
+    @torch.inference_mode()
+    def propose(self, rows: TrueRows, num_draft_tokens: int, draw: Draw) -> Proposal:
+        ids = tuple(list(x) for x in rows.token_ids)
+        starts, outputs = self._features(rows)
+        drawn = []
+        for j in range(num_draft_tokens):
+            if j and self.depth == 1:  # the shared module goes on behind the true rows
+                starts = [a + n for a, n in zip(rows.first_rows, rows.lens, strict=True)]
+                starts, outputs = [a + j - 1 for a in starts], [x[-1:] for x in outputs]
+            elif j:
+                starts, outputs = self._behind_waiting(rows, j, starts, outputs)
+            outputs = self._run_rows(rows, j, ids, starts, outputs)
+            states = self.scored(torch.stack([x[-1] for x in outputs]))
+            drawn.append(draw(F.linear(states, self.head_rows())))
+            for sequence, token in zip(ids, self.target_ids(drawn[-1].token), strict=True):
+                sequence.append(token)
+        chains = [x[len(y) :] for x, y in zip(ids, rows.token_ids, strict=True)]
+        return proposal_of(chains, drawn, self)
+
+    @torch.inference_mode()
+    def start(self, rows: TrueRows) -> Tensor:
+        outputs = self._run_rows(rows, 0, rows.token_ids, *self._features(rows))
+        return torch.stack([x[-1] for x in outputs])
+
+    @torch.inference_mode()
+    def step(self, ids: Tensor, states: Tensor, positions: Tensor, ctx: ForwardContext) -> Tensor:
+        return self._run(1, ids, states, positions, ctx)
+
+    def _features(self, rows: TrueRows) -> tuple[list[int], list[Tensor]]:
+        return list(rows.first_rows), list(self.first_state(rows.features).split(list(rows.lens)))
+
+    def _run_rows(
+        self,
+        rows: TrueRows,
+        step: int,
+        ids: tuple[list[int], ...],
+        places: list[int],
+        states: list[Tensor],
+    ) -> list[Tensor]:
+        """Runs one module over each sequence's rows; `places` are the page rows of their first ones.
+
+        A place p reads token p + 1 (shared module) or p + 1 + step (module `step` of several): both are
+        the token that follows the one the row's state has already seen.
+        """
+        lens = [len(x) for x in states]
+        if not any(lens):  # a prompt's first rows: every state still waits for its token
+            return states
+        ahead = 1 if self.depth == 1 else 1 + step
+        shift = ahead - 1
+        tokens = [
+            t
+            for x, p, n in zip(ids, places, lens, strict=True)
+            for t in x[p + ahead : p + ahead + n]
+        ]
+        positions = [p + shift + i for p, n in zip(places, lens, strict=True) for i in range(n)]
+        on = rows.features.device
+        ctx = rows.pages.context(places, lens)
+        token, position = torch.tensor(tokens, device=on), torch.tensor(positions, device=on)
+        return list(self._run(step, token, torch.cat(states), position, ctx).split(lens))
+
+    def _behind_waiting(
+        self, rows: TrueRows, step: int, starts: list[int], outputs: list[Tensor]
+    ) -> tuple[list[int], list[Tensor]]:
+        """Inputs of module `step`: the one state of module step-1 that waited for its token, then the new ones.
+
+        With n true rows, module j is true up to row n-1-j, module j-1 up to n-j: that row's state waits.
+        """
+        waiting, joined, key = [], [], f"module{step}"
+        for i, (first, n, memory) in enumerate(
+            zip(rows.first_rows, rows.lens, rows.memories, strict=True)
+        ):
+            kept = memory.get(key, outputs[i][:0])
+            row = first + n - step - starts[i]
+            waiting.append(starts[i] - len(kept))
+            joined.append(torch.cat([kept, outputs[i]]))
+            if row >= 0:
+                memory[key] = outputs[i][row : row + 1].clone()
+        return waiting, joined
+
+
+def _ahead(input_ids: Tensor, offset: int) -> Tensor:
+    """Token t + offset for each packed row; the last rows, never supervised, read token 0."""
+    return torch.cat([input_ids[offset:], input_ids.new_zeros(min(offset, len(input_ids)))])
+
+
+def _per_document(rows: Tensor, cu_seqlens: Tensor) -> tuple[int, ...]:
+    """How many of the ascending packed `rows` lie in each document."""
+    return tuple(torch.diff(torch.searchsorted(rows, cu_seqlens)).tolist())
+
+
+def fuse_layer(taps: int, hidden_size: int) -> nn.Linear:
+    """Joins several taps into one state, without bias; starts as the identity on the last one."""
+    fuse = nn.Linear(taps * hidden_size, hidden_size, bias=False)
+    with torch.no_grad():
+        fuse.weight.zero_()
+        fuse.weight[:, -hidden_size:] = torch.eye(hidden_size)
+    return fuse
