@@ -94,6 +94,11 @@ def _inputs(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
     return draft.requires_grad_(), target, labels, weights, head
 
 
+def _gradient_error(loss: VocabLoss) -> float:
+    """What fp32 may err by; the reverse divergence adds up large logarithms that cancel."""
+    return 5e-5 if isinstance(loss, ReverseKL) else 1e-5
+
+
 @kinds
 @pytest.mark.parametrize("chunk_rows", [1, 7, 64])
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
@@ -112,9 +117,8 @@ def test_sum_and_gradient(
     (3 * sums.loss).backward()
     torch.testing.assert_close(sums.loss.double(), expected, rtol=2e-5, atol=1e-5)
     assert states.grad is not None and draft.grad is not None
-    expected = 3 * draft.grad
-    atol = max(1e-5, 1e-6 * float(expected.abs().max()))  # of the largest: sums cancel
-    torch.testing.assert_close(states.grad.double(), expected, rtol=1e-4, atol=atol)
+    atol = _gradient_error(loss)
+    torch.testing.assert_close(states.grad.double(), 3 * draft.grad, rtol=1e-4, atol=atol)
 
 
 @kinds
@@ -143,7 +147,7 @@ def test_a_head_of_the_drafts_own(
     torch.testing.assert_close(got, torch.stack(expected).detach(), rtol=2e-5, atol=1e-5)
     for ours, exact in ((states, draft), (mine, own)):
         assert ours.grad is not None and exact.grad is not None
-        atol = max(1e-5, 1e-6 * float(exact.grad.abs().max()))
+        atol = _gradient_error(loss)
         torch.testing.assert_close(ours.grad.double(), exact.grad, rtol=1e-4, atol=atol)
 
 

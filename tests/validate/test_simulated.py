@@ -34,7 +34,7 @@ HEADS = {
         Eagle3Config(taps=("layer.1", "layer.2", "final_prenorm"), head="own"),
         3,
     ),
-    "heads that read no draft": (MedusaConfig(num_heads=3), 3),
+    "heads that read no draft": (MedusaConfig(taps=("layer.1",), num_heads=3, num_blocks=2), 3),
 }
 
 
@@ -72,7 +72,7 @@ def test_the_walk_of_a_head_is_its_replay(
     fit_head: Callable[..., Draft],
     backend: AttentionBackend,
 ) -> None:
-    """Pass by pass the same, and within 1 % of the acceptance length, on heads that are right now and then."""
+    """Pass by pass the same, and within 1 % of the acceptance length, on a head that is right half the time."""
     config, tokens = HEADS[name]
     draft = fit_head(config)
     walked = list(simulate(draft, generate(taps=draft.taps), tokens, backend))
@@ -81,7 +81,7 @@ def test_the_walk_of_a_head_is_its_replay(
     simulated, real = (
         measure_acceptance(x, tokens).acceptance_length.value for x in (walked, replayed)
     )
-    assert simulated == pytest.approx(real, rel=0.01) and simulated is not None and simulated > 1.05
+    assert simulated == pytest.approx(real, rel=0.01) and simulated is not None and simulated > 1.1
 
 
 @pytest.mark.parametrize("tokens", [1, 4])
