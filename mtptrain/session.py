@@ -87,7 +87,7 @@ class Session:
         config = instantiate(self.config.draft)
         if not isinstance(config, HeadConfig):
             raise UserError(
-                "draft= names a draft that needs no training; choose a head such as draft=mtp"
+                "draft= names no head that is trained by itself; choose one, such as draft=mtp"
             )
         self.tree.require(config)
         return replace(config, taps=place_taps(config.taps, layer_count(self.folder)))
