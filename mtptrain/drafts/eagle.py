@@ -15,9 +15,10 @@ from typing import Literal
 
 from torch import Tensor
 
-from mtptrain.attention_backends.base import ForwardContext
-from mtptrain.drafts.autoregressive import AutoregressiveConfig, AutoregressiveHead, tap_size
-from mtptrain.drafts.joined_layer import JoinedLayer
+from mtptrain.drafts.base.autoregressive import AutoregressiveHead
+from mtptrain.drafts.base.continuation import AutoregressiveConfig, tap_size
+from mtptrain.drafts.base.joined_layer import JoinedLayer
+from mtptrain.drafts.base.step_rows import StepRows
 from mtptrain.targets.base import Target
 from mtptrain.types import UserError
 
@@ -63,12 +64,5 @@ class Eagle(AutoregressiveHead):
     def first_state(self, features: Tensor) -> Tensor:
         return features
 
-    def advance(
-        self,
-        step: int,
-        embedding: Tensor,
-        state: Tensor,
-        rotary: tuple[Tensor, Tensor],
-        ctx: ForwardContext,
-    ) -> Tensor:
-        return self.body(embedding, state, rotary, ctx)
+    def advance(self, step: int, rows: StepRows) -> Tensor:
+        return self.body(rows)

@@ -18,13 +18,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from mtptrain.attention_backends.base import ForwardContext
-from mtptrain.drafts.autoregressive import (
-    AutoregressiveConfig,
-    AutoregressiveHead,
-    fuse_layer,
-    tap_size,
-)
+from mtptrain.drafts.base.autoregressive import AutoregressiveHead
+from mtptrain.drafts.base.continuation import AutoregressiveConfig, fuse_layer, tap_size
+from mtptrain.drafts.base.step_rows import StepRows, states_of
 from mtptrain.targets.base import Target
 from mtptrain.types import UserError
 
@@ -87,17 +83,11 @@ class Eagle3(AutoregressiveHead):
             features = torch.cat([n(p) for n, p in zip(self.tap_norms, parts, strict=True)], -1)
         return self.fc(features)
 
-    def advance(
-        self,
-        step: int,
-        embedding: Tensor,
-        state: Tensor,
-        rotary: tuple[Tensor, Tensor],
-        ctx: ForwardContext,
-    ) -> Tensor:
-        beside = self.embedding_norm(embedding)[None]
-        out = self.layer(state[None], position_embeddings=rotary, ctx=ctx, beside=beside)
-        state = (out[0] if isinstance(out, tuple) else out)[0]
+    def advance(self, step: int, rows: StepRows) -> Tensor:
+        beside = self.embedding_norm(rows.embedding)[None]
+        x, rotary = rows.state[None], rows.rotary
+        out = self.layer(x, position_embeddings=rotary, ctx=rows.ctx, beside=beside)
+        state = states_of(out)
         return self.norm(state) if self.config.feedback == "normed" else state
 
     def scored(self, state: Tensor) -> Tensor:

@@ -17,14 +17,10 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from mtptrain.attention_backends.base import ForwardContext
-from mtptrain.drafts.autoregressive import (
-    AutoregressiveConfig,
-    AutoregressiveHead,
-    fuse_layer,
-    tap_size,
-)
-from mtptrain.drafts.joined_layer import JoinedLayer
+from mtptrain.drafts.base.autoregressive import AutoregressiveHead
+from mtptrain.drafts.base.continuation import AutoregressiveConfig, fuse_layer, tap_size
+from mtptrain.drafts.base.joined_layer import JoinedLayer
+from mtptrain.drafts.base.step_rows import StepRows
 from mtptrain.targets.base import Target
 from mtptrain.types import UserError
 
@@ -94,15 +90,8 @@ class MTP(AutoregressiveHead):
         parts = features.split(self.target.hidden_size, -1)
         return self.fuse(torch.cat([n(p) for n, p in zip(self.tap_norms, parts, strict=True)], -1))
 
-    def advance(
-        self,
-        step: int,
-        embedding: Tensor,
-        state: Tensor,
-        rotary: tuple[Tensor, Tensor],
-        ctx: ForwardContext,
-    ) -> Tensor:
-        return self._module(step)(embedding, state, rotary, ctx)
+    def advance(self, step: int, rows: StepRows) -> Tensor:
+        return self._module(step)(rows)
 
     def _module(self, step: int) -> JoinedLayer:
         module = self.steps[min(step, len(self.steps) - 1)]

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from mtptrain.attention_backends.base import AttentionBackend
 from mtptrain.drafts.base import Draft
 from mtptrain.losses.base import Loss, LossSums
-from mtptrain.losses.chunks import compute
+from mtptrain.losses.base.chunks import compute
 from mtptrain.train.muon import Muon
 from mtptrain.train.vocabulary import ScoredTokens, Scoring
 from mtptrain.types import DraftBatch, UserError

@@ -50,9 +50,10 @@ mechanisms = st.one_of(
         [
             "os.system",
             "mtptrain.drafts.folder.Path",
-            "mtptrain.drafts.joined_layer.JoinedLayer",
+            "mtptrain.drafts.base.joined_layer.JoinedLayer",
+            "mtptrain.drafts.mtp.JoinedLayer",
             "mtptrain.drafts.base.HeadConfig",
-            "mtptrain.drafts.autoregressive.AutoregressiveConfig",
+            "mtptrain.drafts.base.continuation.AutoregressiveConfig",
             "mtptrain.drafts.mtp.AutoregressiveConfig",
             "mtptrain.drafts.ngram.NgramConfig",
             "mtptrain.drafts.nosuch.Config",

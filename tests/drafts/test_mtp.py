@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from mtptrain.attention_backends.base import AttentionBackend
-from mtptrain.drafts.joined_layer import JoinedLayer
+from mtptrain.drafts.base.joined_layer import JoinedLayer
 from mtptrain.drafts.mtp import MTPConfig
 from mtptrain.targets.base import Target
 from mtptrain.types import UserError

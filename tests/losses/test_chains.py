@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from mtptrain.losses.base import VocabLoss
-from mtptrain.losses.chunks import compute
+from mtptrain.losses.base.chunks import compute
 from mtptrain.losses.d_pace import DPace
 from mtptrain.losses.expected_length import ExpectedLength
 from mtptrain.losses.tv import TV

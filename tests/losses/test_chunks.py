@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mtptrain.losses.base import Loss, LossSums, VocabLoss
-from mtptrain.losses.chunks import compute
+from mtptrain.losses.base.chunks import compute
 from mtptrain.losses.cross_entropy import CrossEntropy
 from mtptrain.losses.d_pace import DPace
 from mtptrain.losses.expected_length import ExpectedLength
@@ -217,7 +217,7 @@ def test_small_blocks(loss: VocabLoss, monkeypatch: pytest.MonkeyPatch) -> None:
     draft, target, labels, weights, head = _inputs()
     index = torch.arange(R) // 3
     whole = compute(loss, draft, target, labels, weights, head, target_rows=index)
-    monkeypatch.setattr("mtptrain.losses.chunks._BLOCK_ELEMENTS_PER_THREAD", 4 * V)
+    monkeypatch.setattr("mtptrain.losses.base.walk._BLOCK_ELEMENTS_PER_THREAD", 4 * V)
     cut = compute(loss, draft, target, labels, weights, head, target_rows=index, chunk_rows=17)
     torch.testing.assert_close(cut.loss, whole.loss)
     torch.testing.assert_close(_grad(cut, draft), _grad(whole, draft), rtol=1e-4, atol=1e-6)

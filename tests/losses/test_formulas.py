@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mtptrain.losses.base import FeatureLoss, VocabLoss
-from mtptrain.losses.chunks import compute
+from mtptrain.losses.base.chunks import compute
 from mtptrain.losses.cross_entropy import CrossEntropy
 from mtptrain.losses.d_pace import DPace
 from mtptrain.losses.expected_length import ExpectedLength

@@ -16,11 +16,11 @@ from omegaconf import DictConfig
 import mtptrain.losses
 from mtptrain.compose import compose_config
 from mtptrain.losses.base import Loss
-from mtptrain.losses.chunks import compute
+from mtptrain.losses.base.chunks import compute
 from mtptrain.losses.weighted_sum import WeightedSum
 
 RECIPES = Path(__file__).parents[2] / "recipes" / "loss"
-NO_LOSSES = ("base", "chunks")
+NO_LOSSES = ("base",)
 KINDS = [m.name for m in pkgutil.iter_modules(mtptrain.losses.__path__) if m.name not in NO_LOSSES]
 CHAINS = [path.stem for path in sorted(RECIPES.glob("*.yaml")) if path.stem not in KINDS]
 every_kind = pytest.mark.parametrize("kind", KINDS)

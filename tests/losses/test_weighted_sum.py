@@ -11,9 +11,8 @@ from hydra.utils import instantiate
 from torch import Tensor
 
 from mtptrain.compose import compose_config
-from mtptrain.losses import chunks
-from mtptrain.losses.base import Loss
-from mtptrain.losses.chunks import compute
+from mtptrain.losses.base import Loss, walk
+from mtptrain.losses.base.chunks import compute
 from mtptrain.losses.cross_entropy import CrossEntropy
 from mtptrain.losses.expected_length import ExpectedLength
 from mtptrain.losses.kl import KL
@@ -70,13 +69,13 @@ def test_counters_and_labels() -> None:
 
 def test_the_head_runs_once_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
     """Three vocabulary losses take no more forward passes through the head than one."""
-    calls, honest = list[int](), chunks._Head.logits
+    calls, honest = list[int](), walk.TwoHeads.logits
 
-    def counted(self: chunks._Head, weight: Tensor, states: Tensor, buffer: Tensor) -> Tensor:
+    def counted(self: walk.TwoHeads, weight: Tensor, states: Tensor, buffer: Tensor) -> Tensor:
         calls.append(len(states))
         return honest(self, weight, states, buffer)
 
-    monkeypatch.setattr(chunks._Head, "logits", counted)
+    monkeypatch.setattr(walk.TwoHeads, "logits", counted)
     three: dict[str, Loss] = {"a": KL(), "b": TV(), "c": CrossEntropy()}
     compute(KL(), *_inputs(), chunk_rows=8)
     one = list(calls)

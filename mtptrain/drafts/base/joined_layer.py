@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from mtptrain.attention_backends.base import ForwardContext
+from mtptrain.drafts.base.step_rows import StepRows, states_of
 from mtptrain.targets.base import Target
 
 
@@ -52,13 +52,7 @@ class JoinedLayer(nn.Module):
         if isinstance(self.hnorm, nn.RMSNorm):
             self.hnorm.weight.fill_(size)
 
-    def forward(
-        self,
-        embedding: Tensor,
-        state: Tensor,
-        rotary: tuple[Tensor, Tensor],
-        ctx: ForwardContext,
-    ) -> Tensor:
-        x = self.fc(torch.cat([self.enorm(embedding), self.hnorm(state)], -1))
-        out = self.layer(x[None], position_embeddings=rotary, ctx=ctx)
-        return self.norm((out[0] if isinstance(out, tuple) else out)[0])
+    def forward(self, rows: StepRows) -> Tensor:
+        x = self.fc(torch.cat([self.enorm(rows.embedding), self.hnorm(rows.state)], -1))
+        out = self.layer(x[None], position_embeddings=rows.rotary, ctx=rows.ctx)
+        return self.norm(states_of(out))

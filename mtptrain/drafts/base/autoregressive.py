@@ -13,61 +13,20 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from mtptrain.attention_backends.base import AttentionBackend, ForwardContext, UnrollCache
-from mtptrain.drafts.base import (
-    Draw,
-    Head,
-    HeadConfig,
-    Proposal,
-    TrueRows,
-    UnrollStep,
-    answer_chain,
-    proposal_of,
-)
-from mtptrain.targets.base import Target, tap_layer
-from mtptrain.types import DraftBatch, UserError
-
-
-@dataclass(frozen=True)
-class AutoregressiveConfig(HeadConfig):
-    """Which decoder layer of the target a head of the target's own kind starts from."""
-
-    init_layer: int | None = None  # None: see `first_layer`
-
-    @property
-    def grows_trees(self) -> bool:
-        return True
-
-    def first_layer(self, num_layers: int) -> int:
-        """The layer to start from: unless asked otherwise, the one behind the last tap, so that the head
-        begins as the target's own continuation; layer 0 where none follows."""
-        if self.init_layer is not None:
-            if not 0 <= self.init_layer < num_layers:
-                raise UserError(
-                    f"draft.init_layer={self.init_layer} must lie in 0 to {num_layers - 1}, the target's layers"
-                )
-            return self.init_layer
-        return self.next_layer(num_layers) or 0
-
-    def next_layer(self, num_layers: int) -> int | None:
-        """The layer behind the last tap; None behind the last layer and the final norm."""
-        tapped = tap_layer(self.taps[-1])
-        return None if tapped is None or tapped + 1 >= num_layers else tapped + 1
-
-    def goes_on(self, num_layers: int) -> bool:
-        """Whether the head starts from the very layer behind its last tap."""
-        return self.first_layer(num_layers) == self.next_layer(num_layers)
-
-
-def tap_size(features: Tensor, hidden_size: int) -> Tensor:
-    """Median root mean square of the last tap's rows, 0-dim; the first token's is off the scale."""
-    return features[:, -hidden_size:].float().pow(2).mean(-1).sqrt().median()
+from mtptrain.drafts.base.continuation import AutoregressiveConfig
+from mtptrain.drafts.base.head import Head, proposal_of
+from mtptrain.drafts.base.proposal import Draw, Proposal
+from mtptrain.drafts.base.rows import TrueRows
+from mtptrain.drafts.base.step_rows import StepRows
+from mtptrain.drafts.base.supervision import UnrollStep, answer_chain
+from mtptrain.targets.base import Target
+from mtptrain.types import DraftBatch
 
 
 class AutoregressiveHead(Head):
@@ -91,22 +50,15 @@ class AutoregressiveHead(Head):
         """The state of rows that have true features, [T, W] to [T, H]."""
 
     @abstractmethod
-    def advance(
-        self,
-        step: int,
-        embedding: Tensor,
-        state: Tensor,
-        rotary: tuple[Tensor, Tensor],
-        ctx: ForwardContext,
-    ) -> Tensor:
-        """Each row's next state, [T, H], from its last one and the embedding of the next token, [T, H] each."""
+    def advance(self, step: int, rows: StepRows) -> Tensor:
+        """Each row's next state, [T, H], from what it reads at this step."""
 
     def _run(
         self, step: int, ids: Tensor, state: Tensor, positions: Tensor, ctx: ForwardContext
     ) -> Tensor:
         embedding = self.target.embed(ids)
         rotary = self.target.position_embeddings(embedding, positions)
-        return self.advance(step, embedding, state, rotary, ctx)
+        return self.advance(step, StepRows(embedding, state, rotary, ctx))
 
     # ---- training ---------------------------------------------------------------------------------------
 
@@ -261,12 +213,3 @@ def _ahead(input_ids: Tensor, offset: int) -> Tensor:
 def _per_document(rows: Tensor, cu_seqlens: Tensor) -> tuple[int, ...]:
     """How many of the ascending packed `rows` lie in each document."""
     return tuple(torch.diff(torch.searchsorted(rows, cu_seqlens)).tolist())
-
-
-def fuse_layer(taps: int, hidden_size: int) -> nn.Linear:
-    """Joins several taps into one state, without bias; starts as the identity on the last one."""
-    fuse = nn.Linear(taps * hidden_size, hidden_size, bias=False)
-    with torch.no_grad():
-        fuse.weight.zero_()
-        fuse.weight[:, -hidden_size:] = torch.eye(hidden_size)
-    return fuse

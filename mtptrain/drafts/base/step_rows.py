@@ -1,0 +1,25 @@
+"""What the rows of one drafted token hand to a decoder layer, and what the layer hands back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from mtptrain.attention_backends.base import ForwardContext
+
+
+@dataclass(frozen=True, eq=False)
+class StepRows:
+    """What T rows read at one step."""
+
+    embedding: Tensor  # [T, H] of each row's next token
+    state: Tensor  # [T, H] what the row gave before, or its features
+    rotary: tuple[Tensor, Tensor]  # at each row's position
+    ctx: ForwardContext
+
+
+def states_of(out: Any) -> Tensor:
+    """[T, H] states of a decoder layer's output, which is [1, T, H] or a tuple that begins with it."""
+    return (out[0] if isinstance(out, tuple) else out)[0]

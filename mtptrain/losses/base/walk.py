@@ -1,0 +1,172 @@
+"""The walk of `chunks`: a chunk of rows goes through the head, and its gradient overwrites its logits.
+
+Nothing here knows autograd: it finds every term's value and gradient of every row, and, on the way back, the
+gradient of a draft's own head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mtptrain.losses.base.formula import Block, Term, VocabLoss
+from mtptrain.losses.base.rows import Rows
+
+# Elements of a block: a thread's share stays in cache on CPU; elsewhere, launches stay cheap.
+_BLOCK_ELEMENTS_PER_THREAD, _BLOCK_ELEMENTS = 2**19, 2**26
+
+
+@dataclass(frozen=True)
+class TwoHeads:
+    """The frozen head, and what scores the draft's states; what they give is in the former's dtype."""
+
+    weight: Tensor  # [Vd, H]
+    draft_weight: Tensor  # [Vd, H], `weight` itself unless the draft has a head of its own
+    temperature: float
+
+    @classmethod
+    def of(cls, weight: Tensor, draft_head: Tensor | None, temperature: float) -> TwoHeads:
+        own = weight if draft_head is None else draft_head
+        return cls(weight.detach(), own.detach().to(weight.dtype), temperature)
+
+    def logits(self, weight: Tensor, states: Tensor, buffer: Tensor) -> Tensor:
+        """[C, H] to the first C rows of `buffer` [>= C, Vd]; the temperature comes in `softmax`."""
+        return torch.mm(states.to(weight.dtype), weight.T, out=buffer[: len(states)])
+
+    def softmax(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """Softmax and its logarithm, fp32, one exp for both; may overwrite the logits."""
+        logits = logits.float()
+        if self.temperature != 1.0:
+            logits.div_(self.temperature)
+        probs = logits.softmax(-1)
+        peak = probs.amax(-1, keepdim=True).log_()  # from the peak, for probs may underflow to 0
+        return probs, logits.sub_(logits.amax(-1, keepdim=True)).add_(peak)
+
+
+@dataclass(frozen=True)
+class Found:
+    """What N terms gave on K kept rows, before weights and mixing; fp32."""
+
+    losses: Tensor  # [N, K]
+    grads: Tensor  # [N, K, H] d loss / d draft states; [N, K, 0] where those need none
+    acceptance: Tensor  # [K]
+    agreement: Tensor  # [K]
+
+    def at(self, part: slice) -> Found:
+        """Views of some of the rows, to be filled."""
+        rowwise = (self.acceptance[part], self.agreement[part])
+        return Found(self.losses[:, part], self.grads[:, part], *rowwise)
+
+
+def _block_rows(head_weight: Tensor) -> int:
+    on_cpu = head_weight.device.type == "cpu"
+    limit = _BLOCK_ELEMENTS_PER_THREAD * torch.get_num_threads() if on_cpu else _BLOCK_ELEMENTS
+    return max(1, limit // len(head_weight))
+
+
+def _slices(total: int, step: int) -> list[slice]:
+    return [slice(start, min(start + step, total)) for start in range(0, total, step)]
+
+
+@dataclass(frozen=True)
+class Work:
+    """Rows to compare, and by what."""
+
+    losses: Sequence[VocabLoss]
+    head: TwoHeads
+    rows: Rows
+    draft_states: Tensor  # [R, H]
+    target_states: Tensor  # [T, H]
+    labels: Tensor  # [R]
+    chunk_rows: int
+
+    def nothing_found(self, width: int) -> Found:
+        """Zeros, to be filled; `width` is H, or 0 where nobody asks for the states' gradients."""
+        terms, kept = sum(loss.num_terms for loss in self.losses), len(self.rows.kept)
+        shapes = (terms, kept), (terms, kept, width), (kept,), (kept,)
+        return Found(*(self.rows.share.new_zeros(shape) for shape in shapes))
+
+
+@torch.no_grad()
+def walk(work: Work, needs_grads: bool) -> Found:
+    """All kept rows; the head stays unused without losses."""
+    found = work.nothing_found(work.head.weight.shape[1] if needs_grads else 0)
+    for part, grad_logits in _chunks(work, found):
+        for grads, of_term in zip(found.at(part).grads, grad_logits, strict=True):
+            grads.copy_(of_term @ work.head.draft_weight[:, : grads.shape[1]])
+    if work.head.temperature != 1.0:
+        found.grads.div_(work.head.temperature)
+    return found
+
+
+@torch.no_grad()
+def own_head_grad(work: Work, factors: Tensor) -> Tensor:
+    """Gradient of the draft's own head, [Vd, H] fp32, where value [n, k] counts `factors` [N, K]."""
+    total = torch.zeros_like(work.head.draft_weight, dtype=torch.float32)
+    for part, grad_logits in _chunks(work, work.nothing_found(0)):
+        states = work.draft_states[work.rows.kept[part]]
+        for factor, of_term in zip(factors[:, part], grad_logits, strict=True):
+            total += of_term.T @ (factor.unsqueeze(1) * states).to(of_term.dtype)
+    return total.div_(work.head.temperature)
+
+
+def _chunks(work: Work, found: Found) -> Iterator[tuple[slice, Tensor]]:
+    """Each chunk of the kept rows and the gradients of its terms in the draft's logits, [N, C, Vd], before the
+    temperature; fills in the rows' values. Buffers are allocated once: a chunk is gone when the next comes."""
+    rows, head = work.rows, work.head
+    terms, kept = found.losses.shape
+    high = min(work.chunk_rows, kept) if terms else 0
+    target_buffer = head.weight.new_empty(high, len(head.weight))
+    term_buffers = head.weight.new_empty(terms, high, len(head.weight))
+    for part in _slices(kept if terms else 0, work.chunk_rows):
+        index = rows.kept[part]
+        once, back = rows.targets[part].unique_consecutive(return_inverse=True)
+        head.logits(head.weight, work.target_states[once], target_buffer)
+        head.logits(head.draft_weight, work.draft_states[index], term_buffers[0])
+        buffers = term_buffers[:, : len(index)]
+        _chunk(work, target_buffer, back, work.labels[index], buffers, found.at(part))
+        yield part, buffers
+
+
+def _chunk(
+    work: Work,
+    target_logits: Tensor,
+    back: Tensor,
+    labels: Tensor,
+    term_buffers: Tensor,
+    found: Found,
+) -> None:
+    """Draft logits, in the first of `term_buffers` [N, C, Vd], become the gradients of all terms.
+
+    back [C] are rows of target_logits.
+    """
+    for cut in _slices(len(back), _block_rows(work.head.weight)):
+        block = _compare(work.head, target_logits, back[cut], term_buffers[0, cut], labels[cut])
+        terms = [term for loss in work.losses for term in loss.terms(block)]
+        _fill(terms, block, term_buffers[:, cut], found.at(cut))
+
+
+def _compare(
+    head: TwoHeads, target_logits: Tensor, back: Tensor, draft_logits: Tensor, labels: Tensor
+) -> Block:
+    """Both softmaxes, that of a target row once however many draft rows are held against it."""
+    once, again = back.unique_consecutive(return_inverse=True)
+    p, log_p = head.softmax(target_logits[once])
+    entropy, top = -(p * log_p).sum(-1)[again], log_p.argmax(-1, keepdim=True)[again]
+    p = p if len(once) == len(back) else p[again]
+    q, log_q = head.softmax(draft_logits)
+    acceptance = torch.minimum(p, q).sum(-1)
+    agreement = (log_q.gather(1, top).squeeze(1) == log_q.amax(-1)).float()
+    return Block(q, p, log_q, q - p, entropy, acceptance, agreement, labels, log_p, again)
+
+
+def _fill(terms: Sequence[Term], block: Block, term_buffers: Tensor, found: Found) -> None:
+    """Keeps a block's results; only now, for its log_q may lie in the first of the buffers."""
+    found.acceptance.copy_(block.acceptance)
+    found.agreement.copy_(block.agreement)
+    for losses, grads, term in zip(found.losses, term_buffers, terms, strict=True):
+        losses.copy_(term.loss)
+        grads.copy_(term.grad)
