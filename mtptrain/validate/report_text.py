@@ -1,0 +1,144 @@
+"""A report as people read it: report.md, and one line for a terminal.
+
+Every figure is taken from the same object that report.json is, so none is typed by hand or stands in one file
+only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from mtptrain.run import Provenance
+from mtptrain.validate.figures import Lossless, MeasuredRun, Report, Sampling, Speed
+from mtptrain.validate.tables import Row, number, span, table
+
+
+def summary_line(report: Report) -> str:
+    """The headline as one line for the terminal."""
+    length, counts, ngram = report.acceptance_length, report.counts, report.baselines.ngram
+    where = f"{_setting(report.sampling)}, {counts.prompts:,} prompts, {counts.passes:,} passes"
+    parts = [f"acceptance length {number(length.value, 2)} {span(length.ci95, 2)} ({where})"]
+    if ngram is not None:
+        parts.append(f"n-gram {number(ngram.tokens_per_step, 2)} tokens a step")
+    return "; ".join([*parts, f"lossless: {_lossless(report.lossless)}"])
+
+
+def render_markdown(report: Report) -> str:
+    """report.md: every figure of report.json in tables, with half a sentence on what it means."""
+    title = f"# {report.draft} for {report.target}"
+    warnings = [f"**Warning:** {warning}" for warning in report.warnings]
+    blocks = [title, summary_line(report), *warnings, _headline(report, _compared(report))]
+    blocks += _details(report, "##")
+    if report.sampled is not None:
+        blocks += [
+            f"## Sampled run: {_setting(report.sampled.sampling)}",
+            _headline(report.sampled),
+        ]
+        blocks += _details(report.sampled, "###")
+    return "\n\n".join([*blocks, "## Provenance", _provenance(report.provenance)]) + "\n"
+
+
+def _headline(run: MeasuredRun, more: Sequence[Row] = ()) -> str:
+    length, counts, sampling = run.acceptance_length, run.counts, run.sampling
+    rows: list[Row] = [
+        ("acceptance length", number(length.value), "tokens a verify pass emits, pooled"),
+        ("95 % interval", span(length.ci95), "bootstrap over prompts"),
+        (
+            "per-request mean",
+            number(length.per_request_mean),
+            "mean of each request's own, unpooled",
+        ),
+        ("tokens per step", number(run.tokens_per_step), "over all decode steps, proposal or not"),
+        ("acceptance rate", number(run.acceptance_rate), "accepted over drafted tokens"),
+        *more,
+        (
+            "prompts",
+            f"{counts.prompts:,}",
+            f"in batches of {sampling.batch_size}, seed {sampling.seed}",
+        ),
+        ("verify passes", f"{counts.passes:,}", "target forwards over a proposal; no prefill"),
+        ("output tokens", f"{counts.tokens:,}", "each answer's first one, from prefill, included"),
+    ]
+    return table(("figure", "value", "what it is"), rows)
+
+
+def _compared(report: Report) -> list[Row]:
+    ngram, simulated = report.baselines.ngram, report.simulated_acceptance_length
+    untrained = number(ngram.tokens_per_step if ngram else None)
+    return [
+        ("n-gram tokens per step", untrained, "what the n-gram draft gets without training"),
+        ("simulated acceptance length", number(simulated), "from stored features, not decoded"),
+        ("lossless", _lossless(report.lossless), "greedy output against plain greedy output"),
+    ]
+
+
+def _details(run: MeasuredRun, level: str) -> list[str]:
+    categories = sorted(run.acceptance_length.by_category.items())
+    return [
+        f"{level} By category",
+        table(
+            ("category", "acceptance length", "95 % interval", "passes"),
+            [(n, number(c.value), span(c.ci95), f"{c.passes:,}") for n, c in categories],
+        ),
+        f"{level} By position",
+        "Conditional: the token held, given that all before it did. Joint: all up to it held.",
+        table(
+            ("drafted token", "conditional", "joint"),
+            [(str(k), number(c), number(j)) for k, (c, j) in enumerate(_positions(run), start=1)],
+        ),
+        f"{level} Accepted tokens of a pass",
+        table(("accepted", "passes", "share"), _histogram(run)),
+        f"{level} Speed",
+        _speed(run.speed),
+    ]
+
+
+def _positions(run: MeasuredRun) -> Iterable[tuple[float | None, float]]:
+    return zip(run.conditional_acceptance, run.joint_acceptance, strict=True)
+
+
+def _histogram(run: MeasuredRun) -> list[Row]:
+    passes = max(run.counts.passes, 1)
+    counted = enumerate(run.accepted_histogram)
+    return [(str(k), f"{count:,}", number(count / passes)) for k, count in counted]
+
+
+def _speed(speed: Speed | None) -> str:
+    if speed is None:
+        return "Not measured."
+    rows: list[Row] = [
+        ("plain", number(speed.plain_tokens_per_s, 1), "emitted tokens a second, target alone"),
+        ("speculative", number(speed.speculative_tokens_per_s, 1), "the same with the draft"),
+        ("speedup", number(speed.speedup, 2), "speculative over plain"),
+        ("draft share", number(speed.draft_share), "part of the time spent proposing"),
+    ]
+    return table(("figure", "value", "what it is"), rows)
+
+
+def _provenance(provenance: Provenance) -> str:
+    rows: list[Row] = [
+        ("commit", provenance.commit),
+        ("recipe", provenance.recipe),
+        ("hardware", provenance.hardware),
+        *((f"versions: {name}", version) for name, version in provenance.versions.items()),
+        *((f"seeds: {name}", str(seed)) for name, seed in provenance.seeds.items()),
+        *((f"times: {name}, s", number(time, 1)) for name, time in provenance.times.items()),
+    ]
+    return table(("what", "value"), rows)
+
+
+def _setting(sampling: Sampling) -> str:
+    shape = "chain" if sampling.tree is None else f"tree {sampling.tree}"
+    parts = [f"{shape} D={sampling.num_draft_tokens}", f"T={sampling.temperature:g}"]
+    if sampling.temperature:
+        parts += [f"top-k {sampling.top_k}"] if sampling.top_k else []
+        parts += [f"top-p {sampling.top_p:g}"] if sampling.top_p < 1 else []
+        parts += [f"min-p {sampling.min_p:g}"] if sampling.min_p else []
+        parts += ["verified as a block"] if sampling.block_verify else []
+    return ", ".join(parts)
+
+
+def _lossless(lossless: Lossless | None) -> str:
+    if lossless is None:
+        return "not checked"
+    return f"{lossless.mismatches:,} of {lossless.checked_tokens:,} tokens differ"
