@@ -31,6 +31,8 @@ RANGES: dict[str, tuple[float, float]] = {
     "prepare.shard_conversations": (1, MOST),
     "capture.max_tokens": (1, MOST),
     "train.epochs": (1, MOST),
+    "train.max_steps": (1, MOST),
+    "train.max_minutes": (1e-9, 1e9),
     "train.batch_tokens": (1, MOST),
     "train.accumulate": (1, MOST),
     "train.learning_rate": (0, 1e30),

@@ -65,6 +65,8 @@ def train(session: Session) -> None:
         session.train_key,
         steps=result.steps,
         supervised_rows=result.supervised_rows,
+        trained_tokens=result.tokens,
+        trained_seconds=round(result.seconds, 3),
         weights=weights_checksum(session.draft_folder),
         unmoved=", ".join(result.unmoved),
     )

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from mtptrain.attention_backends.base import AttentionBackend
 from mtptrain.progress import Progress, progress
+from mtptrain.train.clock import TrainClock
 from mtptrain.train.data import StoreData
 from mtptrain.train.module import DraftModule
 from mtptrain.types import DraftBatch
@@ -23,18 +24,23 @@ from mtptrain.validate.simulated import accepted_runs
 
 
 class ShowProgress(L.Callback):
-    """One unit a step; goes on from the step a resumed run starts at."""
+    """Steps, or seconds where training was given minutes; goes on from where a resumed run starts."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: TrainClock) -> None:
+        self.clock, self.shown = clock, 0
         self.stack: ExitStack = ExitStack()
         self.bar: Progress | None = None
+
+    def _done(self, trainer: L.Trainer) -> int:
+        return trainer.global_step if self.clock.limit_s is None else int(self.clock.seconds)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         assert isinstance(pl_module, DraftModule)
         if not trainer.is_global_zero:
             return
-        total, done = pl_module.total_steps, trainer.global_step
-        shown = progress("train", total, unit="steps", done=done)
+        limit, self.shown = self.clock.limit_s, self._done(trainer)
+        total, unit = (pl_module.total_steps, "steps") if limit is None else (int(limit), "s")
+        shown = progress("train", total, unit=unit, done=self.shown)
         self.bar = self.stack.enter_context(shown)
 
     def on_train_batch_end(
@@ -47,7 +53,8 @@ class ShowProgress(L.Callback):
     ) -> None:
         assert isinstance(pl_module, DraftModule)
         if self.bar is not None and pl_module.ends_step(batch_idx):
-            self.bar.advance()
+            self.bar.advance(self._done(trainer) - self.shown)
+            self.shown = self._done(trainer)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self.stack.close()
@@ -103,17 +110,25 @@ class StopAtNonFinite(L.Callback):
 
 
 class HeldOutCurve(L.Callback):
-    """Simulated acceptance length on held-out samples at `points` moments, against supervised rows."""
+    """Simulated acceptance length on held-out samples at `points` moments, against supervised rows and time."""
 
     def __init__(
-        self, data: StoreData, backend: AttentionBackend, num_draft_tokens: int, points: int
+        self,
+        data: StoreData,
+        backend: AttentionBackend,
+        num_draft_tokens: int,
+        points: int,
+        clock: TrainClock,
     ) -> None:
-        self.data, self.backend, self.num_draft_tokens, self.points = (
-            data,
-            backend,
-            num_draft_tokens,
-            points,
-        )
+        self.data, self.backend, self.num_draft_tokens = data, backend, num_draft_tokens
+        self.points, self.clock, self.reached = points, clock, 0
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        assert isinstance(pl_module, DraftModule)
+        self.reached = self._reached(trainer.global_step, pl_module)
+
+    def _reached(self, step: int, module: DraftModule) -> int:
+        return self.points * step // max(1, module.horizon(step))
 
     def on_train_batch_end(
         self,
@@ -126,13 +141,19 @@ class HeldOutCurve(L.Callback):
         assert isinstance(pl_module, DraftModule)
         if not self.points or not self.data.held_out or not trainer.is_global_zero:
             return
-        every = max(1, pl_module.total_steps // self.points)
-        if trainer.global_step % every == 0 and pl_module.ends_step(batch_idx):
-            point = {
-                "held_out/simulated_acceptance_length": self._acceptance_length(pl_module),
-                "train/supervised_rows": float(pl_module.supervised_rows),
-            }
-            _write(trainer, point)
+        reached = self._reached(trainer.global_step, pl_module)
+        if reached > self.reached and pl_module.ends_step(batch_idx):
+            self.reached = reached
+            with self.clock.paused():
+                self._point(trainer, pl_module)
+
+    def _point(self, trainer: L.Trainer, module: DraftModule) -> None:
+        point = {
+            "held_out/simulated_acceptance_length": self._acceptance_length(module),
+            "train/supervised_rows": float(module.supervised_rows),
+        }
+        _write(trainer, point)
+        self.clock.note(trainer.global_step - 1)
 
     def _acceptance_length(self, module: DraftModule) -> float:
         accepted = passes = 0

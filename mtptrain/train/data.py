@@ -79,8 +79,9 @@ UNSHARED = Share()
 
 
 class PlannedBatches:
-    """Iterates one rank's batches from step `start` on; its length stays that of the whole plan, as Lightning
-    counts. Batch a of step k on rank r is number (k * accumulate + a) * ranks + r of the plan."""
+    """Iterates one rank's batches from step `start` on; its length stays that of all steps, as Lightning counts.
+    Batch a of step k on rank r is number (k * accumulate + a) * ranks + r of the plan, which begins again where
+    more `steps` are asked for than it has."""
 
     def __init__(
         self,
@@ -89,30 +90,29 @@ class PlannedBatches:
         plan: list[list[int]],
         start: int,
         share: Share,
+        steps: int | None = None,
     ) -> None:
         self.store, self.columns, self.start, self.share = store, columns, start, share
         missing = -len(plan) % share.batches  # the last step is filled up from the first ones
         self.plan = plan + [plan[i % len(plan)] for i in range(missing)]
+        self.steps = len(self.plan) // share.batches if steps is None else steps
 
     def __len__(self) -> int:
-        return len(self.plan) // self.share.ranks.world
-
-    @property
-    def steps(self) -> int:
-        return len(self.plan) // self.share.batches
+        return self.steps * self.share.accumulate
 
     def __iter__(self) -> Iterator[DraftBatch]:
-        ranks = self.share.ranks
-        first = self.start * self.share.batches + ranks.rank
-        for documents in self.plan[first :: ranks.world]:
-            yield self.batch(documents)
+        ranks, size = self.share.ranks, self.share.batches
+        for number in range(self.start * size + ranks.rank, self.steps * size, ranks.world):
+            yield self.batch(self._documents(number))
+
+    def _documents(self, number: int) -> list[int]:
+        return self.plan[number % len(self.plan)]
 
     def whole_step(self, step: int) -> list[DraftBatch]:
         """Every rank's batches of one step, without features: what there is to count."""
         first = step * self.share.batches
-        return [
-            self._light(documents) for documents in self.plan[first : first + self.share.batches]
-        ]
+        numbers = range(first, first + self.share.batches)
+        return [self._light(self._documents(number)) for number in numbers]
 
     def _light(self, documents: list[int]) -> DraftBatch:
         tokens = [self.store.tokens(i) for i in documents]
@@ -147,7 +147,9 @@ class StoreData(L.LightningDataModule):
         seed: int,
         start: int = 0,
         share: Share = UNSHARED,
+        steps: int | None = None,
     ) -> None:
+        """`steps`: so many, through as many epochs as they take; None: those of `epochs`."""
         super().__init__()
         if held_out >= len(store):
             raise UserError(
@@ -159,7 +161,7 @@ class StoreData(L.LightningDataModule):
         plan = plan_batches([store.lengths[i] for i in mine], batch_tokens, epochs, seed)
         columns = TapColumns.of(store, taps)
         named = [[mine[i] for i in batch] for batch in plan]
-        self.batches = PlannedBatches(store, columns, named, start, share)
+        self.batches = PlannedBatches(store, columns, named, start, share, steps)
         self.held_out = sorted(kept_out)
 
     def train_dataloader(self) -> PlannedBatches:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import lightning as L
 import torch
@@ -33,6 +34,7 @@ from mtptrain.train.callbacks import (
 )
 from mtptrain.train.checkpoint import WholeCheckpoints, read_checkpoint
 from mtptrain.train.checks import check_teacher, footprints, unmoved
+from mtptrain.train.clock import ENDLESS, TrainClock
 from mtptrain.train.data import Share, StoreData, TapColumns
 from mtptrain.train.metrics import MetricsCsv
 from mtptrain.train.module import DraftModule, TrainSettings
@@ -57,6 +59,8 @@ class TrainResult:
     steps: int
     supervised_rows: int
     unmoved: tuple[str, ...]  # norms that training has left at their start
+    tokens: int  # that have gone through the draft, prompts included
+    seconds: float  # of training alone, without the held-out curve
 
 
 def fit_draft(
@@ -84,6 +88,8 @@ def fit_draft(
     _require_all_trained(draft, loss, settings)
     draft.calibrate(_some_features(store, columns))
     start = footprints(draft)
+    begun = int(resume["global_step"]) if resume else 0
+    clock = _clock(settings, folder, begun, resume, ranks)
     data = StoreData(
         store,
         config.taps,
@@ -91,29 +97,45 @@ def fit_draft(
         epochs=settings.epochs,
         held_out=settings.held_out,
         seed=seed,
-        start=int(resume["global_step"]) if resume else 0,
+        start=begun,
         share=Share(ranks, settings.accumulate),
+        steps=settings.max_steps or (ENDLESS if settings.max_minutes else None),
     )
     steps = data.batches.steps
     scoring = _scoring(draft, target, weights, settings.scored_tokens, seed)
     several = data.batches.share.batches > 1
     whole_step = data.batches.whole_step if several else None
-    module = DraftModule(draft, loss, settings, backend, scoring, steps, whole_step, seed)
-    if data.batches.start < steps:
-        curve = HeldOutCurve(data, backend, num_draft_tokens, settings.curve_points)
-        trainer = _trainer(settings, folder, data.batches.start, [curve], ranks)
+    module = DraftModule(draft, loss, settings, backend, scoring, steps, whole_step, seed, clock)
+    if begun < steps:
+        curve = HeldOutCurve(data, backend, num_draft_tokens, settings.curve_points, clock)
+        callbacks = [clock, LogSteps(LOG_EVERY), curve, StopAtNonFinite(), ShowProgress(clock)]
+        trainer = _trainer(settings, folder, begun, callbacks, ranks)
         trainer.fit(
             module,
             datamodule=data,
             ckpt_path=str(checkpoint) if resume else None,
             weights_only=True,
         )
+        steps = trainer.global_step  # fewer where time was up
         if ranks.rank == 0:
             plot_curves(folder / "metrics.csv", folder / "curves.png")
     else:  # killed between its last checkpoint and the end of the stage
         module.load_state_dict(resume["state_dict"])
         module.on_load_checkpoint(resume)
-    return TrainResult(draft, steps, module.supervised_rows, _unmoved(draft, start))
+    left = _unmoved(draft, start)
+    return TrainResult(draft, steps, module.supervised_rows, left, clock.tokens, clock.seconds)
+
+
+def _clock(
+    settings: TrainSettings, folder: Path, start: int, resume: Mapping[str, Any], ranks: Ranks
+) -> TrainClock:
+    """Goes on from the checkpoint's time."""
+    if settings.max_minutes and ranks.world > 1:
+        raise UserError("train.max_minutes is for one rank; give several a number: train.max_steps")
+    clock = TrainClock(folder / "clock.csv", start, settings.max_minutes)
+    if held := resume.get("callbacks", {}).get(clock.state_key):
+        clock.load_state_dict(held)
+    return clock
 
 
 def _require_all_trained(draft: Draft, loss: Loss, settings: TrainSettings) -> None:
@@ -153,7 +175,7 @@ def _some_features(store: FeatureStore, columns: TapColumns) -> Tensor:
 
 
 def _trainer(
-    settings: TrainSettings, folder: Path, start: int, extra: Sequence[L.Callback], ranks: Ranks
+    settings: TrainSettings, folder: Path, start: int, callbacks: Sequence[L.Callback], ranks: Ranks
 ) -> L.Trainer:
     save = ModelCheckpoint(
         dirpath=folder / "checkpoints",
@@ -170,7 +192,7 @@ def _trainer(
         accumulate_grad_batches=settings.accumulate,
         max_epochs=1,
         gradient_clip_val=settings.clip or None,
-        callbacks=[LogSteps(LOG_EVERY), *extra, StopAtNonFinite(), ShowProgress(), save],
+        callbacks=[*callbacks, save],
         plugins=[WholeCheckpoints()],
         logger=_loggers(settings, folder, start) if ranks.rank == 0 else False,
         log_every_n_steps=LOG_EVERY,

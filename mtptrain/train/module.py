@@ -23,6 +23,7 @@ from mtptrain.attention_backends.base import AttentionBackend
 from mtptrain.drafts.base import Draft
 from mtptrain.losses.base import Loss, LossSums
 from mtptrain.losses.base.chunks import compute
+from mtptrain.train.clock import TrainClock
 from mtptrain.train.muon import Muon
 from mtptrain.train.vocabulary import ScoredTokens, Scoring
 from mtptrain.types import DraftBatch, UserError
@@ -56,6 +57,10 @@ class TrainSettings:
         0.0  # half the width of uniform noise on the features that the draft reads
     )
     average: Literal["rows", "samples"] = "rows"  # what weighs the same in a step's loss
+    max_steps: int | None = None  # so many in place of the epochs' own
+    max_minutes: float | None = (
+        None  # of training, in place of the epochs; the schedule follows the clock
+    )
 
     def __post_init__(self) -> None:
         for key, allowed in {
@@ -85,11 +90,14 @@ class DraftModule(L.LightningModule):
         total_steps: int,
         whole_step: Callable[[int], Sequence[DraftBatch]] | None = None,
         seed: int = 0,
+        clock: TrainClock | None = None,
     ) -> None:
-        """`whole_step` gives all batches of a step of the optimiser, without features; None: a batch is one."""
+        """`whole_step` gives all batches of a step of the optimiser, without features; None: a batch is one.
+        `clock` ends training where it was given minutes; then `total_steps` are the most there can be."""
         super().__init__()
         self.draft, self.loss, self.settings, self.backend = draft, loss, settings, backend
         self.total_steps, self.whole_step, self.seed = total_steps, whole_step, seed
+        self.clock = clock
         self.step_weight, self.step_batches = torch.zeros(0), 1  # of the step under way
         self.supervised_rows = 0
         self.metrics: dict[str, Tensor] = {}  # of the newest step; `callbacks.LogSteps` writes them
@@ -97,7 +105,7 @@ class DraftModule(L.LightningModule):
 
     def training_step(self, batch: DraftBatch, batch_idx: int) -> Tensor:
         step, part = divmod(batch_idx, self.settings.accumulate)
-        begun = step >= self.settings.unroll_from * self.total_steps
+        begun = step >= self.settings.unroll_from * self.horizon(step)
         num_steps = self.settings.unroll_steps if begun else 1
         if part == 0:
             self._count(step, num_steps, batch)
@@ -109,6 +117,10 @@ class DraftModule(L.LightningModule):
         self.metrics = self._metrics((weights * sums.loss / sums.count.clamp(min=1)).sum(), sums)
         loss = (weights * sums.loss / self.step_weight.clamp(min=1)).sum()
         return loss * self.step_batches  # Lightning takes the mean over a step's batches
+
+    def horizon(self, step: int) -> int:
+        """Steps of the whole training, as far as is known at `step`."""
+        return self.clock.horizon(step, self.total_steps) if self.clock else self.total_steps
 
     def ends_step(self, batch_idx: int) -> bool:
         """Whether the optimiser moves behind this batch."""
@@ -206,11 +218,12 @@ class DraftModule(L.LightningModule):
         return [{"params": body}, *({"params": [p], "matrices": False} for p in tables)]
 
     def _schedule(self, step: int) -> float:
-        """Linear warm-up, then a cosine to zero over all planned steps."""
-        warmup = max(1, round(self.settings.warmup * self.total_steps))
+        """Linear warm-up, then a cosine to zero over all steps."""
+        total = self.horizon(step)
+        warmup = max(1, round(self.settings.warmup * total))
         if step < warmup:
             return (step + 1) / warmup
-        return 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1, self.total_steps - warmup)))
+        return 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1, total - warmup)))
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint["supervised_rows"] = self.supervised_rows
