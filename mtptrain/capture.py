@@ -40,6 +40,7 @@ class CaptureSettings:
     dtype: RowDtype
     max_tokens: int  # packed rows of one forward of the separate pass
     during_prepare: bool
+    taps: tuple[str, ...] = ()  # stored beside those that the draft reads, for other drafts
     verify: bool = True  # compare every stored byte with its checksum before training
 
 

@@ -12,6 +12,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from hydra import compose, initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
 from mtptrain.run import recipes_dir
@@ -28,6 +30,14 @@ def compose_config(
     """
     with initialize_config_dir(str(recipes_dir()), version_base=HYDRA_VERSION_BASE):
         return compose(verb, list(overrides), return_hydra_config=with_hydra)
+
+
+def compose_beside(verb: str, overrides: Sequence[str]) -> DictConfig:
+    """The same, also inside a command: among the recipes of that command, its `--config-dir` included."""
+    if not GlobalHydra.instance().is_initialized():
+        return compose_config(verb, overrides)
+    words = HydraConfig.get().overrides.hydra if HydraConfig.initialized() else []
+    return compose(verb, [*overrides, *(w for w in words if w.startswith("hydra.searchpath="))])
 
 
 def group_choices(folders: Iterable[Path]) -> dict[str, list[str]]:

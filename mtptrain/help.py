@@ -29,7 +29,7 @@ FLAGS = {
 def help_text() -> str:
     """Verbs, recipes, groups, common keys with their defaults, and flags."""
     folder = recipes_dir()
-    config = compose_config("fit", with_hydra=True)
+    config = compose_config("compare", with_hydra=True)  # it has the keys of every verb
     choices: Mapping[str, str] = config.hydra.runtime.choices
     return "\n".join(
         [
@@ -71,9 +71,10 @@ def _groups(folder: Path, chosen: Mapping[str, str]) -> dict[str, str]:
 
 
 def _common_keys(folder: Path, config: DictConfig, chosen: Mapping[str, str]) -> dict[str, str]:
-    files = {"": folder / "base.yaml", "target.": folder / "target" / f"{chosen['target']}.yaml"}
+    target = folder / "target" / f"{chosen['target']}.yaml"
+    files = [("", folder / "base.yaml"), ("target.", target), ("", folder / "compare.yaml")]
     rows = {}
-    for prefix, file in files.items():
+    for prefix, file in files:
         for key, comment in _commented_keys(file.read_text()):
             value = OmegaConf.select(config, f"{prefix}{key}")
             rows[f"{prefix}{key}={value}"] = comment

@@ -55,7 +55,10 @@ def check(
     keys = flat_keys(_compose(verb, [*where, *_single(chosen)]))
     for item in overrides:
         _check_key(item, keys, groups)
-    _check_whole(_compose(verb, [*where, *_single(overrides)], with_hydra=True))
+    whole = _compose(verb, [*where, *_single(overrides)], with_hydra=True)
+    _check_whole(whole)
+    if verb == "compare":
+        _check_drafts(whole, groups["draft"])
     return [item.key_or_group for item in overrides if item.is_sweep_override()]
 
 
@@ -183,6 +186,19 @@ def _compose(verb: str, overrides: Sequence[str], *, with_hydra: bool = False) -
         return compose_config(verb, overrides, with_hydra=with_hydra)
     except COMPOSITION_ERRORS as error:
         raise UserError(f"the recipe does not compose: {one_line(error)}") from error
+
+
+def _check_drafts(config: DictConfig, choices: list[str]) -> None:
+    """`drafts` and `compare.own` name drafts; an entry that chooses its own may have any name."""
+    own = {str(name): [str(w) for w in words] for name, words in config.compare.own.items()}
+    free = {name for name, words in own.items() if any(w.startswith("draft=") for w in words)}
+    for key, names in {"drafts": config.drafts, "compare.own": own}.items():
+        for name in names:
+            if name not in choices and name not in free:
+                raise UserError(
+                    f"{key} names {name!r}, which is no draft{nearest(str(name), choices)} "
+                    f"(there are {', '.join(choices)})"
+                )
 
 
 def _check_whole(config: DictConfig) -> None:

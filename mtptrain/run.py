@@ -27,7 +27,10 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from mtptrain import __version__
 
-VERBS: tuple[str, ...] = ("fit", "prepare", "capture", "train", "validate", "inspect")
+VERBS: tuple[str, ...] = (
+    *("fit", "prepare", "capture", "train", "validate"),
+    *("compare", "inspect"),
+)
 LOCK = ".lock"  # see `lock`; it is in a folder but no part of what the folder holds
 log = logging.getLogger("mtptrain")
 

@@ -22,6 +22,8 @@ ORDER = (  # a room imports those of its own line and of the lines above
     ("drafts",),
     ("runtime",),
     ("prepare", "given", "marked", "capture", "train", "validate", "advise", "exporters"),
+    ("parts",),
+    ("inputs",),
     ("session",),
     ("pipeline",),
     ("overrides", "help"),

@@ -1,9 +1,9 @@
 """Writes the measured figures into README.md from the files in docs/results/.
 
-A published number is never typed: `--take RUN_DIR NAME` copies a run's report and its curve, the last line of
-a benchmark goes to bench-NAME.json, and this script renders the blocks between `<!-- figures:NAME -->` and
-`<!-- end -->`. `--check` fails when README.md is out of step. It gives up prose: words around the blocks are
-written by hand.
+A published number is never typed: `--take RUN_DIR NAME` copies a run's report and its curve (`--take RUN_DIR
+compare`: a comparison), the last line of a benchmark goes to bench-NAME.json, and this script renders the blocks
+between `<!-- figures:NAME -->` and `<!-- end -->`. `--check` fails when README.md is out of step. It gives up
+prose: words around the blocks are written by hand.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from mtptrain.validate.compare import load_comparison
+from mtptrain.validate.compare_text import summary_table
 from mtptrain.validate.report import Report, load_report
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -73,8 +75,22 @@ def curve() -> str:
     return table(["trained tokens", *tokens], [["simulated", *(f"{al:.2f}" for _, al in points)]])
 
 
+def compared() -> str:
+    """A line a draft of the published comparison, and what it was measured on."""
+    path = RESULTS / "compare.json"
+    if not path.exists():
+        return ""
+    comparison = load_comparison(path)
+    origin = comparison.provenance
+    where = f"{comparison.prompts:,} prompts, {origin.hardware}, commit `{origin.commit[:8]}`"
+    return f"{summary_table(comparison)}\n\n{where}.\n"
+
+
 def take(run_dir: Path, name: str) -> None:
-    """Copies what is published of a run: its report, and the points of its held-out curve."""
+    """Copies what is published of a run: a comparison, or a report and the points of its held-out curve."""
+    if name == "compare":
+        shutil.copy(run_dir / "compare.json", RESULTS)
+        return
     shutil.copy(run_dir / "report.json", RESULTS / f"{name}.json")
     with (run_dir / "train" / "metrics.csv").open(newline="") as file:
         points = [row for row in csv.DictReader(file) if row.get(LENGTH)]
@@ -122,6 +138,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "ablation": ablation,
     "benchmarks": benchmarks,
     "curve": curve,
+    "compare": compared,
 }
 
 

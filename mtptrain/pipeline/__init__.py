@@ -1,7 +1,8 @@
 """The stages in order, each reading one folder and writing one, skipped when whole for the same fingerprint.
 
-`store` has those that write into the cache, `draft` those that write into the run folder. A stage first makes
-sure of the ones before it, so every verb works alone. It gives up parallel stages: one after the other.
+`store` has those that write into the cache, `draft` those that write into the run folder, `compare` the one
+that runs them for several drafts. A stage first makes sure of the ones before it, so every verb works alone. It
+gives up parallel stages: one after the other.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from contextlib import ExitStack
 
 from omegaconf import DictConfig
 
+from mtptrain.pipeline.compare import compare
 from mtptrain.pipeline.draft import train, validate
 from mtptrain.pipeline.look import inspect_data
 from mtptrain.pipeline.store import capture, prepare
@@ -20,9 +22,15 @@ from mtptrain.session import Session
 def run(verb: str, config: DictConfig) -> None:
     """Runs one verb and the stages it needs. Raises UserError for the user's mistakes."""
     assert verb in VERBS, verb
-    stages = {"prepare": prepare, "capture": capture, "train": train, "validate": validate}
+    stages = {
+        "prepare": prepare,
+        "capture": capture,
+        "train": train,
+        "validate": validate,
+        "compare": compare,
+    }
     with ExitStack() as locks:
-        session = Session(config, locks, recording=verb != "inspect")
+        session = Session(config, verb != "inspect", locks)
         if verb == "inspect":
             return inspect_data(session)
         session.hold(session.run_dir)

@@ -47,6 +47,7 @@ class EngineTimes:
     decode_s: float = 0.0  # draft included
     draft_s: float = 0.0
     decoded_tokens: int = 0
+    decode_steps: int = 0
 
 
 class Engine:
@@ -108,6 +109,7 @@ class Engine:
         else:
             self._decode(scheduler)
             self.times.decode_s += perf_counter() - start
+            self.times.decode_steps += 1
         over = [s for s in scheduler.running if s.finish_reason]
         if self.capture:  # the last token has no feature before it has been read
             over = [s for s in over if s.kv_len == len(s.token_ids)]

@@ -56,6 +56,12 @@ class ModelRunner:
             target.device,
         )
 
+    @property
+    def draft_row_bytes(self) -> int:
+        """What the draft's layers of the pool take for one token."""
+        n = self.target.num_layers
+        return sum(x[0, :, 0].nbytes for x in (*self.pool.keys[n:], *self.pool.values[n:]))
+
     def context(
         self,
         sequences: Seq[Sequence],

@@ -16,7 +16,7 @@ from mtptrain.validate.tables import Row, number, span, table
 def summary_line(report: Report) -> str:
     """The headline as one line for the terminal."""
     length, counts, ngram = report.acceptance_length, report.counts, report.baselines.ngram
-    where = f"{_setting(report.sampling)}, {counts.prompts:,} prompts, {counts.passes:,} passes"
+    where = f"{setting(report.sampling)}, {counts.prompts:,} prompts, {counts.passes:,} passes"
     parts = [f"acceptance length {number(length.value, 2)} {span(length.ci95, 2)} ({where})"]
     if ngram is not None:
         parts.append(f"n-gram {number(ngram.tokens_per_step, 2)} tokens a step")
@@ -31,11 +31,12 @@ def render_markdown(report: Report) -> str:
     blocks += _details(report, "##")
     if report.sampled is not None:
         blocks += [
-            f"## Sampled run: {_setting(report.sampled.sampling)}",
+            f"## Sampled run: {setting(report.sampled.sampling)}",
             _headline(report.sampled),
         ]
         blocks += _details(report.sampled, "###")
-    return "\n\n".join([*blocks, "## Provenance", _provenance(report.provenance)]) + "\n"
+    origin = table(("what", "value"), provenance_rows(report.provenance))
+    return "\n\n".join([*blocks, "## Provenance", origin]) + "\n"
 
 
 def _headline(run: MeasuredRun, more: Sequence[Row] = ()) -> str:
@@ -115,8 +116,9 @@ def _speed(speed: Speed | None) -> str:
     return table(("figure", "value", "what it is"), rows)
 
 
-def _provenance(provenance: Provenance) -> str:
-    rows: list[Row] = [
+def provenance_rows(provenance: Provenance) -> list[Row]:
+    """What figures came from, line by line."""
+    return [
         ("commit", provenance.commit),
         ("recipe", provenance.recipe),
         ("hardware", provenance.hardware),
@@ -124,10 +126,10 @@ def _provenance(provenance: Provenance) -> str:
         *((f"seeds: {name}", str(seed)) for name, seed in provenance.seeds.items()),
         *((f"times: {name}, s", number(time, 1)) for name, time in provenance.times.items()),
     ]
-    return table(("what", "value"), rows)
 
 
-def _setting(sampling: Sampling) -> str:
+def setting(sampling: Sampling) -> str:
+    """How tokens were proposed and drawn, in a few words."""
     shape = "chain" if sampling.tree is None else f"tree {sampling.tree}"
     parts = [f"{shape} D={sampling.num_draft_tokens}", f"T={sampling.temperature:g}"]
     if sampling.temperature:

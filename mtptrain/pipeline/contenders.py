@@ -1,0 +1,73 @@
+"""The runs of a comparison: the config of each draft, alike in everything that is not the draft's own.
+
+A contender is what `fit` would be given: the command's config with another draft and a run folder of its own.
+The recipe's own draft keeps what recipe and command line say of it; any other comes as its recipe has it. What
+`compare.own` says of one is laid over that. All capture the taps of all, so that they share one store.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from omegaconf import DictConfig, OmegaConf
+
+from mtptrain.compose import compose_beside
+from mtptrain.session import Session
+from mtptrain.types import UserError
+from mtptrain.validate.compare import CompareSettings
+
+OWN = ("draft", "loss", "train", "tree")  # sections that a contender may have to itself
+
+
+def contenders(session: Session) -> dict[str, Session]:
+    """A session of each draft of `drafts=`, by its name. Raises UserError where one cannot be."""
+    config = session.config
+    names, how = [str(name) for name in config.drafts], session.settings(CompareSettings, "compare")
+    if not names or len(set(names)) < len(names):
+        raise UserError(f"drafts={names} must name one draft or more, each once")
+    common = _common(config, how)
+    sessions = {
+        name: session.beside(_contender(common, name, how.own.get(name, ()))) for name in names
+    }
+    taps = list(dict.fromkeys(tap for one in sessions.values() for tap in one.taps))
+    for one in sessions.values():
+        one.config.capture.taps = taps
+    return sessions
+
+
+def _common(config: DictConfig, how: CompareSettings) -> DictConfig:
+    """The command's config as a run of one draft would have it."""
+    plain = OmegaConf.create(OmegaConf.to_container(config, resolve=True))
+    assert isinstance(plain, DictConfig)
+    if how.minutes is not None:
+        plain.train.max_minutes = how.minutes
+    if how.steps is not None:
+        plain.train.max_steps = how.steps
+    del plain["drafts"], plain["compare"]
+    return plain
+
+
+def _contender(common: DictConfig, name: str, words: Sequence[str]) -> DictConfig:
+    """With the draft of this name, or the one that its own `words` choose."""
+    kind = next((w.partition("=")[2] for w in words if w.startswith("draft=")), name)
+    rest = [word for word in words if not word.startswith("draft=")]
+    fresh = compose_beside("fit", [f"draft={kind}", *rest])
+    mine = OmegaConf.create(OmegaConf.to_container(common))
+    assert isinstance(mine, DictConfig)
+    if mine.draft._target_ != fresh.draft._target_:
+        mine.draft = fresh.draft
+    for key in (_key(name, word) for word in rest):
+        OmegaConf.update(mine, key, OmegaConf.select(fresh, key), merge=False)
+    mine.run_dir = str(Path(common.run_dir) / "compare" / name)
+    return mine
+
+
+def _key(name: str, word: str) -> str:
+    key = word.partition("=")[0].lstrip("+")
+    if key.partition(".")[0] not in OWN:
+        raise UserError(
+            f"compare.own.{name} sets {key}, which all drafts of a comparison share; it may set "
+            f"{', '.join(OWN)}"
+        )
+    return key
