@@ -70,7 +70,8 @@ class SamplingParams:
     """How tokens are drawn; identical for target and draft. temperature 0 is greedy.
 
     `block_verify`: drafted tokens are accepted as a block rather than one by one, see `runtime.verify`; it
-    changes how many are accepted and not the law of what is said.
+    changes how many are accepted and not the law of what is said. `typical_threshold` above 0 accepts what is
+    typical instead, see `runtime.typical`, and does change it.
     """
 
     temperature: float = 0.0
@@ -81,6 +82,13 @@ class SamplingParams:
     ignore_eos: bool = False
     min_p: float = 0.0  # 0 keeps all; else a token needs this share of the best one's probability
     block_verify: bool = False
+    typical_threshold: float = 0.0  # 0: off
+    typical_alpha: float = 0.3
+
+    @property
+    def lossless(self) -> bool:
+        """Whether what is said follows the target's law, whatever is drafted."""
+        return self.temperature == 0 or self.typical_threshold == 0
 
     def __post_init__(self) -> None:
         if self.temperature < 0:
@@ -89,6 +97,15 @@ class SamplingParams:
             raise UserError(f"top_p={self.top_p} must lie above 0 and at most at 1")
         if not 0 <= self.min_p <= 1:
             raise UserError(f"min_p={self.min_p} must lie in 0 to 1")
+        if not (0 <= self.typical_threshold <= 1 and 0 < self.typical_alpha < 1):
+            raise UserError(
+                f"typical_threshold={self.typical_threshold} must lie in 0 to 1 and "
+                f"typical_alpha={self.typical_alpha} between 0 and 1"
+            )
+        if self.typical_threshold and self.block_verify:
+            raise UserError(
+                "block_verify=true and typical_threshold above 0 are two ways to accept tokens; choose one"
+            )
         if self.top_k < 0 or self.max_new_tokens < 1:
             raise UserError(
                 f"top_k={self.top_k} must be at least 0 and max_new_tokens={self.max_new_tokens} at least 1"

@@ -49,6 +49,10 @@ class MedusaConfig(HeadConfig):
         if len(self.taps) != 1:
             raise UserError(f"draft=medusa reads one tap, not {len(self.taps)}; name one")
 
+    @property
+    def independent_places(self) -> bool:
+        return True
+
     def build(self, target: Target) -> Medusa:
         return Medusa(self, target)
 
@@ -94,10 +98,14 @@ class Medusa(Head):
             yield UnrollStep(head(self.norm(batch.features[rows])), rows + 1 + i, rows + 2 + i)
 
     @torch.inference_mode()
-    def propose(self, rows: TrueRows, num_draft_tokens: int, draw: Draw) -> Proposal:
+    def place_logits(self, rows: TrueRows, num_draft_tokens: int) -> Tensor:
         last = torch.stack([x[-1] for x in rows.features.split(list(rows.lens))])
-        state, head_rows = self.norm(last), self.head_rows()
-        heads = self.heads[:num_draft_tokens]
-        drawn = [draw(F.linear(head(state), head_rows)) for head in heads]
+        state = self.norm(last)
+        states = torch.stack([head(state) for head in self.heads[:num_draft_tokens]], 1)
+        return F.linear(states, self.head_rows())
+
+    @torch.inference_mode()
+    def propose(self, rows: TrueRows, num_draft_tokens: int, draw: Draw) -> Proposal:
+        drawn = [draw(x) for x in self.place_logits(rows, num_draft_tokens).unbind(1)]
         chains = zip(*(self.target_ids(d.token) for d in drawn), strict=True)
         return proposal_of(list(chains), drawn, self)

@@ -12,31 +12,24 @@ from __future__ import annotations
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from itertools import accumulate
 from time import perf_counter
 
 import torch
 from torch import Tensor
 
 from mtptrain.attention_backends.base import AttentionBackend
-from mtptrain.drafts.base import Draft, Draw, Drawn, Proposal
+from mtptrain.drafts.base import Draft, Proposal
+from mtptrain.runtime.drawing import Drawing
 from mtptrain.runtime.model_runner import ModelRunner
 from mtptrain.runtime.sampler import draw, probabilities, uniforms
 from mtptrain.runtime.scheduler import EngineLimits, Scheduler, Sequence
 from mtptrain.runtime.tree import Tree
 from mtptrain.runtime.tree_draft import propose_tree
-from mtptrain.runtime.verify import (
-    say_sampled,
-    verify_block,
-    verify_greedy,
-    verify_sampled,
-    verify_trees,
-)
+from mtptrain.runtime.verdicts import VerifiedRows
 from mtptrain.targets.base import Target
 from mtptrain.types import Completion, Request, SamplingParams, UserError, VerifyPass
 
 OnFinish = Callable[[Completion], None]
-Verdict = tuple[Seq[int], int]  # indices of the accepted tokens in their proposal, next token
 
 
 @dataclass
@@ -159,17 +152,16 @@ class Engine:
             scheduler.grow(sequence, len(sequence.token_ids) + self.limits.draft_rows)
         proposal = self._propose(sequences)
         rows = [[s.token_ids[-1], *c] for s, c in zip(sequences, proposal.token_ids, strict=True)]
-        lens = [len(r) for r in rows]
-        if proposal.parents is None:
-            out = self.runner.run_target(sequences, rows)
-            verdicts = self._verify(sequences, proposal, out.final, lens)
-        else:
+        trees = None
+        if proposal.parents is not None:
             trees = [Tree(*x) for x in zip(proposal.token_ids, proposal.parents, strict=True)]
-            out = self.runner.run_target(sequences, rows, trees)
-            verdicts = self._verify_trees(sequences, trees, out.final, lens)
-            self.runner.keep_paths(sequences, [path for path, _ in verdicts])
+        out = self.runner.run_target(sequences, rows, trees)
+        verified = VerifiedRows(self.target, sequences, proposal, trees, out.final)
+        verdicts = verified.verdicts()
         paths = [path for path, _ in verdicts]
-        features = [_along(*x) for x in zip(out.features.split(lens), paths, strict=True)]
+        if trees is not None:
+            self.runner.keep_paths(sequences, paths)
+        features = [_along(*x) for x in zip(out.features.split(verified.lens), paths, strict=True)]
         self._advance(sequences, [len(path) + 1 for path in paths], features)
         for sequence, proposed, verdict in zip(
             sequences, proposal.token_ids, verdicts, strict=True
@@ -194,65 +186,16 @@ class Engine:
         lens = [s.kv_len - s.draft_len for s in sequences]
         rows = self.runner.true_rows(sequences, lens)
         depth, tree = self.limits.num_draft_tokens, self.limits.tree
+        drawing = Drawing(sequences[0].params, [s.generator for s in sequences])
         if tree.kind is None:
-            proposal = self.draft.propose(rows, depth, self._draw_for(sequences))
+            proposal = self.draft.propose(rows, depth, drawing)
         else:
-            proposal = propose_tree(self.draft, rows, tree, depth)
+            drawn = tree.drawn and drawing.params.temperature > 0
+            proposal = propose_tree(self.draft, rows, tree, depth, drawing if drawn else None)
         for sequence in sequences:
             sequence.draft_len, sequence.pending = sequence.kv_len, []
         self.times.draft_s += perf_counter() - start
         return proposal
-
-    def _draw_for(self, sequences: Seq[Sequence]) -> Draw:
-        params, generators = sequences[0].params, [s.generator for s in sequences]
-
-        def draw_tokens(logits: Tensor, among: Seq[int] | None = None) -> Drawn:
-            if params.temperature == 0:
-                return Drawn(logits.argmax(-1), None)
-            probs = probabilities(logits, params)
-            own = generators if among is None else [generators[i] for i in among]
-            return Drawn(draw(probs, uniforms(own)), probs)
-
-        return draw_tokens
-
-    def _verify(
-        self, sequences: Seq[Sequence], proposal: Proposal, final: Tensor, lens: Seq[int]
-    ) -> list[Verdict]:
-        params, chains = sequences[0].params, proposal.token_ids
-        if params.temperature == 0:
-            starts = [0, *accumulate(lens)]
-
-            def best(rows: Seq[tuple[int, int]]) -> list[int]:
-                return self.target.greedy(final[[starts[i] + k for i, k in rows]]).tolist()
-
-            return [(range(a), token) for a, token in verify_greedy(chains, best)]
-        verify = verify_block if params.block_verify else verify_sampled
-        verdicts = []
-        for i, (sequence, chain, states) in enumerate(
-            zip(sequences, chains, final.split(list(lens)), strict=True)
-        ):
-            p = probabilities(self.target.logits(states), params)
-            q = None if proposal.probs is None else proposal.probs[i]
-            accepted, token = verify(chain, p, q, proposal.vocab, sequence.generator)
-            verdicts.append((range(accepted), token))
-        return verdicts
-
-    def _verify_trees(
-        self, sequences: Seq[Sequence], trees: Seq[Tree], final: Tensor, lens: Seq[int]
-    ) -> list[tuple[list[int], int]]:
-        params, starts = sequences[0].params, [0, *accumulate(lens)]
-
-        def says(rows: Seq[tuple[int, int]]) -> list[int]:
-            states = final[[starts[i] + k for i, k in rows]]
-            if params.temperature == 0:
-                return self.target.greedy(states).tolist()
-            laws = probabilities(self.target.logits(states), params)
-            return [
-                say_sampled(law, list(trees[i].children.get(k - 1, {})), sequences[i].generator)
-                for (i, k), law in zip(rows, laws, strict=True)
-            ]
-
-        return verify_trees(trees, says)
 
     def _next_tokens(self, sequences: Seq[Sequence], final: Tensor) -> list[int]:
         params = sequences[0].params

@@ -59,3 +59,18 @@ def draw(probs: Tensor, uniform: Tensor) -> Tensor:
     threshold = uniform.to(probs.device)[:, None] * cumulative[:, -1:]
     token = torch.searchsorted(cumulative, threshold, right=True).squeeze(-1)
     return token.clamp(max=probs.shape[-1] - 1)
+
+
+def draw_distinct(probs: Tensor, uniform: Tensor) -> Tensor:
+    """Different tokens drawn one after another without putting any back: probs [B, V], uniform [B, k] -> [B, k].
+
+    Where fewer than k tokens have any probability, the rest are any others.
+    """
+    left, free = probs.double().clone(), torch.ones_like(probs, dtype=torch.float64)
+    tokens = []
+    for numbers in uniform.unbind(1):
+        law = torch.where(left.sum(-1, keepdim=True) > 0, left, free)
+        tokens.append(draw(law, numbers))
+        for x in (left, free):
+            x.scatter_(1, tokens[-1][:, None], 0)
+    return torch.stack(tokens, 1)

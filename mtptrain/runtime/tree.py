@@ -38,14 +38,19 @@ STATIC_RANKS: tuple[
 class TreeShape:
     """Which trees are proposed; how deep they are is `num_draft_tokens`, so that AL <= 1 + D holds."""
 
-    kind: Literal["static", "dynamic"] | None = None  # None: a chain
-    nodes: int = 59  # of a dynamic tree; its root, the newest token, makes one row more
+    kind: Literal["static", "dynamic", "best_first"] | None = None  # None: a chain
+    nodes: int = 59  # of a tree that is not static; its root, the newest token, makes one row more
     top_k: int = 10  # of a dynamic tree: nodes that go on at a level, and best children of each
+    drawn: bool = False  # of a static tree above T=0: children drawn, not the best; see `verify`
 
     def __post_init__(self) -> None:
-        if self.kind not in (None, "static", "dynamic"):
+        if self.kind not in (None, "static", "dynamic", "best_first"):
             raise UserError(
-                f"tree.kind={self.kind} is unknown; use static, dynamic or null (a chain)"
+                f"tree.kind={self.kind} is unknown; use static, dynamic, best_first or null (a chain)"
+            )
+        if self.drawn and self.kind != "static":
+            raise UserError(
+                "tree.drawn=true needs tree.kind=static: which nodes other trees have depends on their tokens"
             )
         if self.nodes < 1 or self.top_k < 1:
             raise UserError(
@@ -54,21 +59,32 @@ class TreeShape:
 
     def require(self, draft: DraftConfig) -> None:
         """Raises UserError where this draft cannot propose such trees."""
-        if self.kind is not None and not draft.grows_trees:
+        grown = ("static", "dynamic") if draft.grows_trees else ()
+        kinds = (*grown, "best_first") if draft.independent_places else grown
+        if self.kind is not None and self.kind not in kinds:
             raise UserError(
-                f"tree.kind={self.kind} does not fit this draft, which proposes chains; use tree.kind=null"
+                f"tree.kind={self.kind} does not fit this draft, which proposes "
+                f"{'other trees' if kinds else 'chains'}; use tree.kind={' or '.join((*kinds, 'null'))}"
             )
 
     @property
     def name(self) -> str | None:
         """As a report says it."""
-        whole = self.kind != "dynamic"
-        return self.kind if whole else f"dynamic, {self.nodes} nodes, top {self.top_k}"
+        match self.kind:
+            case "dynamic":
+                return f"dynamic, {self.nodes} nodes, top {self.top_k}"
+            case "best_first":
+                return f"best_first, {self.nodes} nodes"
+            case "static" if self.drawn:
+                return "static, drawn"
+        return self.kind
 
     def most_rows(self, depth: int) -> int:
         """Rows behind the true ones that draft and target need at most for a proposal of this depth."""
         if self.kind == "dynamic":
             return max(self.nodes, self.top_k * (depth - 1))
+        if self.kind == "best_first":
+            return self.nodes
         return depth if self.kind is None else len(STATIC_RANKS)
 
 
@@ -106,6 +122,14 @@ class Tree:
             found.setdefault(parent, {})[token] = node
         return found
 
+    def path(self, node: int) -> list[int]:
+        """The nodes from the root's child down to this one; empty for the root."""
+        path = []
+        while node != ROOT:
+            path.append(node)
+            node = self.parents[node]
+        return path[::-1]
+
     def mask(self) -> Tensor:
         """[n + 1, n + 1] bool: which rows, the root's first, each row sees: its ancestors and itself."""
         above = torch.tensor([0, *(p + 1 for p in self.parents)])  # the root stays where it is
@@ -115,6 +139,11 @@ class Tree:
             mask[row, at] = True
             at = above[at]
         return mask
+
+
+def chain(token_ids: Sequence[int]) -> Tree:
+    """The tree with one child a node."""
+    return Tree(tuple(token_ids), tuple(range(ROOT, len(token_ids) - 1)))
 
 
 def static_nodes(depth: int, ranks: int) -> tuple[tuple[int, ...], tuple[int, ...]]:

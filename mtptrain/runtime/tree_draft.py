@@ -1,9 +1,11 @@
-"""Grows token trees with an autoregressive head: one step of the head a level, for all nodes that go on.
+"""Grows token trees: with an autoregressive head a level a step, for all nodes that go on; with one whose places
+do not depend on each other all at once, from the laws of the places.
 
 A node's row attends the true rows, the rows of its ancestors and itself; it stands where a chain's row of the
 same depth would, so what the head was trained for is what it is asked. The rows lie behind the true ones in the
-draft's pages and are overwritten by the next true rows. Children are the head's best tokens, hence certain:
-verification needs no law of the draft. It gives up trees at a temperature of the draft's own.
+draft's pages and are overwritten by the next true rows. Children are the head's best tokens, hence certain, and
+verification needs no law of the draft; those of a static tree may be drawn from it instead. It gives up drawn
+children of other trees: which of their nodes are kept depends on what was drawn.
 """
 
 from __future__ import annotations
@@ -13,7 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mtptrain.drafts.base import Draft, Proposal, TrueRows
-from mtptrain.runtime.tree import ROOT, Tree, TreeShape, best_nodes, static_nodes
+from mtptrain.runtime.drawing import Drawing
+from mtptrain.runtime.tree import ROOT, Tree, TreeShape, best_first, best_nodes, static_nodes
 
 
 class TreeRows:
@@ -42,20 +45,36 @@ class TreeRows:
 
 
 @torch.inference_mode()
-def propose_tree(draft: Draft, rows: TrueRows, shape: TreeShape, depth: int) -> Proposal:
-    """A tree for each sequence, at most `depth` deep; refills the draft's pages as `propose` does."""
-    grow = _dynamic if shape.kind == "dynamic" else _static
-    trees = grow(draft, rows, shape, depth)
-    return Proposal(tuple(t.token_ids for t in trees), parents=tuple(t.parents for t in trees))
+def propose_tree(
+    draft: Draft, rows: TrueRows, shape: TreeShape, depth: int, drawing: Drawing | None = None
+) -> Proposal:
+    """A tree for each sequence, at most `depth` deep; refills the draft's pages as `propose` does. With a `drawing`
+    the children of a static tree are drawn by it."""
+    laws = None
+    if shape.kind == "static":
+        trees, laws = _static(draft, rows, depth, drawing)
+    else:
+        grow = _dynamic if shape.kind == "dynamic" else _best_first
+        trees = grow(draft, rows, shape, depth)
+    parents = tuple(t.parents for t in trees)
+    return Proposal(tuple(t.token_ids for t in trees), laws, draft.vocab, parents)
 
 
-def _best(draft: Draft, states: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The k best tokens behind each state: log-probabilities and target ids, [B, F, k] on the host."""
-    logits = F.linear(draft.scored(states), draft.head_rows()).float()
+def _logits(draft: Draft, states: Tensor) -> Tensor:
+    return F.linear(draft.scored(states), draft.head_rows())
+
+
+def _best(draft: Draft, logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The k best tokens of each row [B, F, Vd]: log-probabilities and target ids, [B, F, k] on the host."""
+    logits = logits.float()
     best = logits.topk(k, -1)
     log_probs = (best.values - logits.logsumexp(-1, keepdim=True)).clamp(max=0).cpu()
-    ids = best.indices.cpu()
-    return log_probs, ids if draft.vocab is None else draft.vocab.cpu()[ids]
+    return log_probs, _target_ids(draft, best.indices)
+
+
+def _target_ids(draft: Draft, index: Tensor) -> Tensor:
+    ids = index.cpu()
+    return ids if draft.vocab is None else draft.vocab.cpu()[ids]
 
 
 def _take(states: Tensor, places: Tensor) -> Tensor:
@@ -73,7 +92,7 @@ def _dynamic(draft: Draft, rows: TrueRows, shape: TreeShape, depth: int) -> list
     row, count = node, 0
     found: list[tuple[Tensor, Tensor, Tensor]] = []  # per level: ids, parents, scores [B, F * k]
     for level in range(depth):
-        log_probs, ids = _best(draft, states, k)
+        log_probs, ids = _best(draft, _logits(draft, states), k)
         ids, score = ids.flatten(1), (scores[..., None] + log_probs).flatten(1)
         found.append((ids, node.repeat_interleave(k, 1), score))
         if level + 1 == depth:
@@ -88,18 +107,35 @@ def _dynamic(draft: Draft, rows: TrueRows, shape: TreeShape, depth: int) -> list
     return [best_nodes(*of_one, shape.nodes) for of_one in candidates]
 
 
-def _static(draft: Draft, rows: TrueRows, shape: TreeShape, depth: int) -> list[Tree]:
-    """EAGLE-1: the same ranks at every step; only nodes with children go on."""
+def _best_first(draft: Draft, rows: TrueRows, shape: TreeShape, depth: int) -> list[Tree]:
+    """DDTree: the best paths through the draft's places; no path of n nodes needs a rank beyond n."""
+    logits = draft.place_logits(rows, depth)
+    log_probs, ids = _best(draft, logits, min(shape.nodes, logits.shape[-1]))
+    places = zip(ids.tolist(), log_probs.tolist(), strict=True)
+    return [best_first(*of_one, shape.nodes) for of_one in places]
+
+
+def _static(
+    draft: Draft, rows: TrueRows, depth: int, drawing: Drawing | None
+) -> tuple[list[Tree], Tensor | None]:
+    """EAGLE-1: the same ranks at every step; only nodes with children go on. Of drawn children the rank is their
+    place among those drawn, and the laws [B, nodes with children, Vd] are those they come from."""
     parents, ranks = static_nodes(depth, len(draft.head_rows()))
     run, states = TreeRows(draft, rows), draft.start(rows)[:, None]
     batch = len(rows.lens)
     tokens = torch.zeros(batch, len(parents), dtype=torch.long)
     row_of = torch.full((batch, len(parents) + 1), ROOT)  # the last place is the root's
-    holders = [ROOT]  # the nodes that `states` belong to
+    holders, laws = [ROOT], list[Tensor]()  # the nodes that `states` belong to
     while holders:
         level = [i for i, p in enumerate(parents) if p in holders]
         above = torch.tensor([holders.index(parents[i]) for i in level])
-        _, ids = _best(draft, states, max(ranks[i] for i in level) + 1)
+        logits, most = _logits(draft, states), max(ranks[i] for i in level) + 1
+        if drawing is None:
+            _, ids = _best(draft, logits, most)
+        else:
+            index, law = drawing.distinct(logits, most)
+            ids = _target_ids(draft, index)
+            laws.append(law)
         tokens[:, level] = ids[:, above, [ranks[i] for i in level]]
         holders = [i for i in level if i in parents]
         if holders:
@@ -107,4 +143,5 @@ def _static(draft: Draft, rows: TrueRows, shape: TreeShape, depth: int) -> list[
             behind = row_of[:, [parents[i] for i in holders]]
             states, rows_now = run.run(tokens[:, holders], _take(states, at), behind)
             row_of[:, holders] = rows_now
-    return [Tree(tuple(x), parents) for x in tokens.tolist()]
+    trees = [Tree(tuple(x), parents) for x in tokens.tolist()]
+    return trees, torch.cat(laws, 1) if laws else None

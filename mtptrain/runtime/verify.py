@@ -3,9 +3,10 @@
 Greedy: accept while the drafted token is the target's best, then emit the target's best. Sampling
 (Leviathan et al., arXiv 2211.17192; Chen et al., arXiv 2302.01318): accept x with probability
 min(1, p(x)/q(x)); at the first rejection emit from norm(max(0, p - q)); if all hold, emit from the next p.
-q must be the distribution the token was drawn from; a certain token is q = 1 at that token. Of a token tree the
-children are certain and several: each is tried in turn with the law that those before it have left
-(SpecInfer, arXiv 2305.09781), so a node goes on with the mass of all its children.
+q must be the distribution the token was drawn from; a certain token is q = 1 at that token. A node of a token
+tree has several children: each is tried in turn with the law that those before it have left (SpecInfer, arXiv
+2305.09781). Where they are certain, a node goes on with the mass of all its children; where they were drawn from
+q without putting back, each round has the q that those before it have left as well.
 
 As a block (Sun et al., arXiv 2403.10444): a token that the target likes better than the draft makes up for
 one before it, so the longest prefix that holds is asked for, rather than the first token that does not. It
@@ -133,6 +134,34 @@ def say_sampled(law: Tensor, children: Sequence[int], generator: torch.Generator
             return child
         left[child] = 0
     return _draw_one(left, float(torch.rand(1, generator=generator, dtype=torch.float64)))
+
+
+def say_drawn(
+    law: Tensor,  # [V]
+    children: Sequence[int],  # distinct, in the order in which they were drawn
+    draft_law: Tensor,  # [Vd] that the first was drawn from
+    vocab: Tensor | None,  # [Vd] target ids; None: the draft's vocabulary is the target's
+    generator: torch.Generator,
+) -> int:
+    """A token of `law`, found by trying `children` first, drawn from `draft_law` without putting back; draws as
+    `say_sampled` does. A child behind all that have any probability counts as certain."""
+    left, q = law.to("cpu", torch.float64, copy=True), torch.zeros(len(law), dtype=torch.float64)
+    q[slice(None) if vocab is None else vocab.cpu()] = draft_law.to("cpu", torch.float64)
+    for child in children:
+        total = float(q.sum())
+        now = q / total if total > 0 else torch.zeros_like(q).index_fill_(0, _at(child), 1)
+        left = left / left.sum()
+        u = torch.rand(1, generator=generator, dtype=torch.float64)
+        if bool(u * now[child] < left[child]):
+            return child
+        residual = (left - now).clamp_(min=0)
+        left = residual if float(residual.sum()) > MIN_RESIDUAL else left
+        q[child] = 0
+    return _draw_one(left, float(torch.rand(1, generator=generator, dtype=torch.float64)))
+
+
+def _at(index: int) -> Tensor:
+    return torch.tensor([index])
 
 
 def _over_target_vocabulary(

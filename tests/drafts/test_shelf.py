@@ -33,6 +33,7 @@ from mtptrain.runtime.engine import Engine
 from mtptrain.runtime.model_runner import ModelRunner
 from mtptrain.runtime.scheduler import EngineLimits, Scheduler
 from mtptrain.runtime.scheduler import Sequence as Running
+from mtptrain.runtime.tree import TreeShape
 from mtptrain.targets.base import Target, place_taps
 from mtptrain.types import Completion, DraftBatch, Request, SamplingParams
 from mtptrain.validate.acceptance import measure_acceptance
@@ -397,6 +398,27 @@ def test_a_step_may_refill_where_nothing_is_to_be_drafted(
         if places:
             torch.testing.assert_close(logits, expected[:, list(places)], atol=2e-4, rtol=1e-4)
             assert len(proposal.token_ids) == len(places)
+
+
+@every_head
+def test_greedy_answers_are_the_targets_own(
+    kind: str,
+    change: dict[str, object],
+    tiny_target: Target,
+    backend: AttentionBackend,
+    answers: list[Completion],
+) -> None:
+    """Chain or any tree that it can propose, however bad the head: not a token differs, in fp32."""
+    draft = _shaken(_head(kind, change), tiny_target)
+    tokens, config = draft.max_draft_tokens or 3, draft.config
+    grown = [TreeShape("static"), TreeShape("dynamic", 12, 3)] if config.grows_trees else []
+    at_once = [TreeShape("best_first", 12)] if config.independent_places else []
+    for tree in (TreeShape(), *grown, *at_once):
+        limits = EngineLimits(max_batch=2, num_draft_tokens=tokens, tree=tree)
+        engine = Engine(tiny_target, backend, limits, frozenset(), draft)
+        done = engine.generate([c.request for c in answers[:3]], SamplingParams(max_new_tokens=12))
+        for mine, theirs in zip(done, answers, strict=False):
+            assert mine.output_ids[: len(theirs.output_ids)] == theirs.output_ids[:12]
 
 
 @every_head

@@ -63,6 +63,8 @@ CASES = {
     "tree of normed states": Case(
         Eagle3Config(taps=("layer.1", "layer.2"), tap_norms=True), 3, TreeShape("dynamic", 9, 3)
     ),
+    "static tree of drawn children": Case(MTPConfig(), 4, TreeShape("static", drawn=True)),
+    "best-first tree": Case(MedusaConfig(num_heads=3), 3, TreeShape("best_first", 24)),
     "suffix": Case(SuffixConfig(), 4),
     "suffix alone": Case(SuffixConfig(max_outputs=0), 6),
     "hybrid": Case(HybridConfig(SuffixConfig(), MTPConfig(), 1.5), 4),
@@ -77,6 +79,8 @@ FIXED = (  # drafts that learn nothing from other requests
     "prompt lookup",
     "suffix alone",
     "hybrid of three modules",
+    "static tree of drawn children",
+    "best-first tree",
 )
 every_case = pytest.mark.parametrize("name", CASES)
 every_limit = pytest.mark.parametrize(
@@ -308,11 +312,19 @@ def test_the_rows_of_an_accepted_path_are_those_of_a_chain(
 def test_a_draft_that_grows_no_trees_is_the_users_error(
     tiny_target: Target, backend: AttentionBackend
 ) -> None:
-    """Prompt lookup and a head of several modules propose chains; the message says how to ask for one."""
+    """Prompt lookup and a head of several modules propose chains; the message says how to ask for one, or for
+    the trees that a draft does propose."""
     limits = EngineLimits(num_draft_tokens=2, tree=TreeShape("static"))
     for config in (NgramConfig(), MTPConfig(depth=3)):
         with pytest.raises(UserError, match="proposes chains; use tree.kind=null"):
             Engine(tiny_target, backend, limits, frozenset(), config.build(tiny_target))
+    for kind, config, use in (
+        ("static", MedusaConfig(), "best_first or null"),
+        ("best_first", MTPConfig(), "static or dynamic or null"),
+    ):
+        shaped = replace(limits, tree=TreeShape(kind))
+        with pytest.raises(UserError, match=f"proposes other trees; use tree.kind={use}"):
+            Engine(tiny_target, backend, shaped, frozenset(), config.build(tiny_target))
 
 
 # ---- shared pages and captured features ------------------------------------------------------------------
@@ -492,6 +504,11 @@ SAMPLED = {
     "hybrid": Case(HybridConfig(ONCE, MTPConfig(draft_vocab=(1, 2, 4)), 0.9), 2),
     "static tree": Case(MTPConfig(), 2, TreeShape("static")),
     "dynamic tree": Case(MTPConfig(), 2, TreeShape("dynamic", 4, 2)),
+    "static tree of drawn children": Case(MTPConfig(), 2, TreeShape("static", drawn=True)),
+    "drawn children of a reduced vocabulary": Case(
+        MTPConfig(draft_vocab=(1, 2, 4)), 2, TreeShape("static", drawn=True)
+    ),
+    "best-first tree": Case(MedusaConfig(num_heads=2), 2, TreeShape("best_first", 4)),
 }
 
 
@@ -525,6 +542,35 @@ def test_sampled_speculation_has_the_targets_law(
     assert _pvalue(counts.sum(0), law.sum(0)) > 1e-3
     if case is not None:
         assert 0.1 < np.mean([p.accepted for c in done for p in c.passes]) < 1.9
+
+
+TYPICAL = {
+    "shared module": CASES["shared module"],
+    "prompt lookup": CASES["prompt lookup"],
+    "dynamic tree": CASES["dynamic tree"],
+    "best-first tree": CASES["best-first tree"],
+}
+
+
+@pytest.mark.parametrize("name", TYPICAL)
+def test_typical_acceptance_accepts_more_and_only_above_temperature_0(
+    run: Callable[..., list[Completion]],
+    requests: list[Request],
+    reference: list[tuple[int, ...]],
+    name: str,
+) -> None:
+    """At T=0 the tokens are still the target's; at T=1 more are accepted than by rejection, and what a request
+    says depends on nobody else in its batch."""
+    case, limits = TYPICAL[name], EngineLimits(max_batch=8)
+    params = SamplingParams(1.0, max_new_tokens=NEW, seed=3, typical_threshold=0.09)
+    greedy = run(requests[:8], limits, case, replace(params, temperature=0.0))
+    assert _tokens(greedy) == reference[:8]
+    typical = run(requests, limits, case, params)
+    exact = run(requests, limits, case, replace(params, typical_threshold=0.0))
+    lengths = [measure_acceptance(x, 5).acceptance_length.value for x in (typical, exact)]
+    assert lengths[0] is not None and lengths[1] is not None and lengths[0] > lengths[1]
+    alone = run(requests[:3], EngineLimits(max_batch=1), case, params)
+    assert _tokens(alone) == _tokens(typical[:3])
 
 
 # ---- what is refused -------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from mtptrain.runtime.sampler import draw, generator, probabilities, uniforms
+from mtptrain.runtime.sampler import draw, draw_distinct, generator, probabilities, uniforms
 from mtptrain.types import SamplingParams, UserError
 
 LOGITS = torch.tensor([[2.0, 0.5, 1.0, -1.0], [0.0, 0.0, 3.0, 0.0]])
@@ -72,7 +72,10 @@ def test_all_options_together_are_those_of_transformers(temperature: float) -> N
     assert len(set((got > 0).sum(-1).tolist())) > 2
 
 
-@pytest.mark.parametrize("wrong", [{"min_p": -0.1}, {"min_p": 1.1}, {"top_p": 0.0}, {"top_k": -1}])
+@pytest.mark.parametrize(
+    "wrong",
+    [{"min_p": -0.1}, {"min_p": 1.1}, {"top_p": 0.0}, {"top_k": -1}, {"typical_threshold": 1.5}],
+)
 def test_options_out_of_range_are_one_line(wrong: dict[str, float]) -> None:
     """The message names the option and its value."""
     ((name, value),) = wrong.items()
@@ -96,6 +99,28 @@ def test_draw_follows_its_law() -> None:
     counts = draw(probs.expand(4000, -1), u).bincount(minlength=8)
     expected = probs.double() / probs.double().sum() * 4000
     assert stats.chisquare(counts.numpy(), expected.numpy()).pvalue > 0.01
+
+
+def test_distinct_draws_put_nothing_back() -> None:
+    """6,000 ordered pairs pass a chi-square test against q(a) q(b) / (1 - q(a)), and no token comes twice."""
+    q, trials = torch.tensor([0.4, 0.0, 0.3, 0.2, 0.1]), 6000
+    numbers = torch.rand(trials, 2, generator=generator(5, 0), dtype=torch.float64)
+    pairs = draw_distinct(q.expand(trials, -1), numbers)
+    law = q[:, None] * q[None] / (1 - q[:, None])
+    cells = [(a, b) for a in range(5) for b in range(5) if a != b and float(law[a, b]) > 0]
+    counts = [int(((pairs[:, 0] == a) & (pairs[:, 1] == b)).sum()) for a, b in cells]
+    assert sum(counts) == trials
+    expected = torch.tensor([float(law[c]) for c in cells]).double()
+    assert stats.chisquare(counts, (expected / expected.sum() * trials).numpy()).pvalue > 0.01
+
+
+def test_distinct_draws_go_on_where_nothing_is_likely_any_more() -> None:
+    """Behind all tokens that have any probability come the others, so that there are always k."""
+    q = torch.tensor([[0.0, 1.0, 0.0, 0.0], [0.5, 0.0, 0.0, 0.5]])
+    numbers = torch.rand(2, 4, generator=generator(6, 0), dtype=torch.float64)
+    tokens = draw_distinct(q, numbers).tolist()
+    assert tokens[0][0] == 1 and set(tokens[1][:2]) == {0, 3}
+    assert all(sorted(row) == [0, 1, 2, 3] for row in tokens)
 
 
 def test_streams_belong_to_request_and_seed() -> None:

@@ -14,6 +14,7 @@ from mtptrain.runtime.tree import (
     TreeShape,
     best_first,
     best_nodes,
+    chain,
     static_nodes,
 )
 from mtptrain.types import UserError
@@ -46,6 +47,7 @@ def test_mask_depth_and_children_are_those_of_the_paths(nodes: int) -> None:
     assert mask[0].tolist() == [True] + [False] * nodes
     for node in range(nodes):
         path = _path(tree, node)
+        assert tree.path(node) == path
         assert tree.depths[node] == len(path)
         assert mask[node + 1].nonzero().flatten().tolist() == [0, *(x + 1 for x in path)]
         assert tree.children[tree.parents[node]][tree.token_ids[node]] == node
@@ -54,6 +56,7 @@ def test_mask_depth_and_children_are_those_of_the_paths(nodes: int) -> None:
 
 def test_a_chain_is_a_tree_with_a_causal_mask() -> None:
     tree = Tree((5, 5, 5), (ROOT, 0, 1))
+    assert chain((5, 5, 5)) == tree and chain(()) == Tree((), ())
     assert torch.equal(tree.mask(), torch.ones(4, 4).tril().bool())
     assert tree.depths == (1, 2, 3)
 
@@ -174,10 +177,26 @@ def test_a_shape_knows_how_many_rows_it_needs() -> None:
     assert TreeShape("static").most_rows(2) == 25
     assert TreeShape("dynamic", 59, 10).most_rows(6) == 59
     assert TreeShape("dynamic", 20, 10).most_rows(6) == 50
+    assert TreeShape("best_first", 20, 10).most_rows(6) == 20
+
+
+def test_a_shape_has_a_name_that_says_all_of_it() -> None:
+    """As it stands in a report: what means nothing to its kind is left out."""
+    assert TreeShape().name is None and TreeShape("static").name == "static"
+    assert TreeShape("static", drawn=True).name == "static, drawn"
+    assert TreeShape("dynamic", 9, 3).name == "dynamic, 9 nodes, top 3"
+    assert TreeShape("best_first", 9).name == "best_first, 9 nodes"
 
 
 @pytest.mark.parametrize(
-    "change", [{"kind": "round"}, {"kind": "dynamic", "nodes": 0}, {"kind": "dynamic", "top_k": 0}]
+    "change",
+    [
+        {"kind": "round"},
+        {"kind": "dynamic", "nodes": 0},
+        {"kind": "dynamic", "top_k": 0},
+        {"kind": "dynamic", "drawn": True},
+        {"drawn": True},
+    ],
 )
 def test_an_impossible_shape_is_the_users_error(change: dict[str, object]) -> None:
     with pytest.raises(UserError, match=r"tree\."):

@@ -9,20 +9,27 @@ import torch
 from torch import Tensor
 
 from mtptrain.attention_backends.base import AttentionBackend
-from mtptrain.drafts.base import Draft, Drawn, TrueRows
+from mtptrain.drafts.base import Draft, Drawn, HeadConfig, TrueRows
+from mtptrain.drafts.medusa import MedusaConfig
 from mtptrain.drafts.mtp import MTPConfig
+from mtptrain.runtime.drawing import Drawing
 from mtptrain.runtime.model_runner import ModelRunner
+from mtptrain.runtime.sampler import generator, probabilities
 from mtptrain.runtime.scheduler import EngineLimits, Scheduler
-from mtptrain.runtime.tree import STATIC_RANKS, TreeShape
+from mtptrain.runtime.tree import STATIC_RANKS, Tree, TreeShape
 from mtptrain.runtime.tree_draft import propose_tree
 from mtptrain.targets.base import Target
 from mtptrain.types import Completion, Request, SamplingParams
 
 Path = tuple[int, ...]
-CASES = {
+CASES: dict[str, HeadConfig] = {
     "trained": MTPConfig(),
     "reduced vocabulary": MTPConfig(draft_vocab=tuple(range(0, 512, 2))),
     "two taps": MTPConfig(taps=("layer.1", "final")),
+}
+PLACES: dict[str, HeadConfig] = {
+    "heads": MedusaConfig(num_heads=3),
+    "heads of a reduced vocabulary": MedusaConfig(num_heads=3, draft_vocab=tuple(range(0, 512, 2))),
 }
 
 
@@ -79,7 +86,7 @@ def desk(
     document: Callable[..., tuple[Tensor, ...]],
 ) -> Callable[[str], Desk]:
     def make(name: str) -> Desk:
-        draft = fit_head(CASES[name])
+        draft = fit_head((CASES | PLACES)[name])
         known = []
         for completion, rows in zip(answers[:2], (31, 38), strict=True):
             ids, features, *_ = document(completion, draft.taps)
@@ -149,6 +156,59 @@ def test_the_static_tree_holds_the_ranks_of_chains_run_one_by_one(
         laws = at.laws([path[:-1] for path in mine])
         for path, law in zip(mine, laws, strict=True):
             assert path[-1] == int(law.topk(4).indices[rank[-1]])
+
+
+@pytest.mark.parametrize("name", PLACES)
+def test_the_best_first_tree_is_the_best_of_all_paths(
+    desk: Callable[[str], Desk], name: str
+) -> None:
+    """The nodes of both prompts are the best of every path of up to three tokens, each place scored by what a
+    chain would draw from, whatever was drafted before; fewer places are as deep as was asked."""
+    at, nodes = desk(name), 30
+    for depth in (3, 2):
+        proposal = propose_tree(at.draft, at.rows(), TreeShape("best_first", nodes), depth)
+        assert proposal.parents is not None and proposal.probs is None
+        places = [at.laws([(0,) * d] * len(at.documents)) for d in range(depth)]
+        for which, (tokens, parents) in enumerate(
+            zip(proposal.token_ids, proposal.parents, strict=True)
+        ):
+            scores = {(): 0.0}
+            level = [()]
+            for place in places:
+                best = place[which].topk(nodes)
+                level = [(*path, t) for path in level for t in best.indices.tolist()]
+                law = place[which]
+                scores |= {path: scores[path[:-1]] + float(law[path[-1]]) for path in level}
+            del scores[()]
+            expected = sorted(scores, key=lambda path: -scores[path])[:nodes]
+            paths = _paths(tokens, parents)
+            assert len(paths) == nodes and set(paths) == set(expected)
+            assert 1 < max(map(len, paths)) <= depth
+
+
+@pytest.mark.parametrize("name", ["trained", "reduced vocabulary"])
+def test_drawn_children_come_with_the_law_they_were_drawn_from(
+    desk: Callable[[str], Desk], name: str
+) -> None:
+    """Of a static tree above T=0: the law of every node with children is that of a chain along its path, in the
+    order of the tree's own children; siblings differ, and each prompt draws from its own stream."""
+    at, params = desk(name), SamplingParams(0.7, top_k=20)
+    streams = [generator(0, place) for place in range(len(at.documents))]
+    drawing = Drawing(params, streams)
+    proposal = propose_tree(at.draft, at.rows(), TreeShape("static", drawn=True), 3, drawing)
+    assert proposal.parents is not None and proposal.probs is not None
+    trees = [Tree(*x) for x in zip(proposal.token_ids, proposal.parents, strict=True)]
+    assert trees[0].parents == trees[1].parents
+    holders = list(trees[0].children)
+    assert [len(x) for x in proposal.probs] == [len(holders)] * 2
+    for k, node in enumerate(holders):
+        mine = [tuple(t.token_ids[x] for x in t.path(node)) for t in trees]
+        for which, law in enumerate(at.laws(mine)):
+            q = proposal.probs[which][k]
+            if proposal.vocab is not None:
+                q = torch.zeros(512).index_copy(0, proposal.vocab, q)
+            torch.testing.assert_close(q, probabilities(law, params), atol=1e-4, rtol=1e-3)
+            assert all(float(q[t]) > 0 for t in trees[which].children[node])
 
 
 def test_a_vocabulary_of_three_bounds_the_tree(

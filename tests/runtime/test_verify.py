@@ -12,9 +12,10 @@ import torch
 from scipy import stats
 from torch import Tensor
 
-from mtptrain.runtime.sampler import draw, generator, uniforms
+from mtptrain.runtime.sampler import draw, draw_distinct, generator, uniforms
 from mtptrain.runtime.tree import ROOT, Tree
 from mtptrain.runtime.verify import (
+    say_drawn,
     say_sampled,
     verify_block,
     verify_greedy,
@@ -358,6 +359,116 @@ def test_a_tree_draws_one_number_for_every_test_and_one_for_the_token() -> None:
     for place in range(20):
         stream, twin = generator(0, place), generator(0, place)
         said = say_sampled(law, [2, 1], stream)
+        numbers = {2: 1, 1: 2, 0: 3}[said]
+        torch.rand(numbers, generator=twin, dtype=torch.float64)
+        assert torch.equal(stream.get_state(), twin.get_state())
+
+
+# ---- children drawn from the draft's law ------------------------------------------------------------------
+
+
+def _drawn_children(
+    q: Tensor, vocab: Tensor | None, count: int, stream: torch.Generator
+) -> list[int]:
+    numbers = torch.rand(1, count, generator=stream, dtype=torch.float64)
+    index = draw_distinct(q[None], numbers)[0]
+    return (index if vocab is None else vocab[index]).tolist()
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+@pytest.mark.parametrize("name", CASES)
+def test_what_is_said_behind_drawn_children_follows_the_targets_law(name: str, count: int) -> None:
+    """6,000 nodes whose children were drawn without putting back pass a chi-square test against the target's
+    own law, for any draft: near, far, over a reduced vocabulary, or fond of a token the target never says."""
+    case, law = CASES[name], TARGET[0].double()
+    if name.startswith("outside"):
+        law[5] = 0
+    law = law / law.sum()
+    seen = Counter[int]()
+    for place in range(TRIALS):
+        stream = generator(40, place)
+        children = _drawn_children(case.probs[0], case.vocab, count, stream)
+        seen[say_drawn(law, children, case.probs[0], case.vocab, stream)] += 1
+    likely = [x for x in range(V) if float(law[x]) > 0]
+    assert set(seen) <= set(likely)
+    expected = [float(law[x]) * TRIALS for x in likely]
+    assert stats.chisquare([seen[x] for x in likely], expected).pvalue > 1e-3
+
+
+def test_of_drawn_children_more_are_accepted_the_more_there_are() -> None:
+    """One child is accepted with probability sum min(p, q), as in a chain; with every token as a child one surely
+    is; and where the draft is the target the first one is."""
+    p, q = TARGET[0], CASES["bad"].probs[0]
+    shares = []
+    for count in (1, 2, 4, V):
+        held = 0
+        for place in range(TRIALS):
+            stream = generator(41, place)
+            children = _drawn_children(q, None, count, stream)
+            held += say_drawn(p, children, q, None, stream) in children
+        shares.append(held / TRIALS)
+    overlap = float(torch.minimum(p, q).sum())
+    assert abs(shares[0] - overlap) < 4 * (overlap * (1 - overlap) / TRIALS) ** 0.5
+    assert shares == sorted(shares) and shares[-1] == 1
+    for place in range(200):
+        stream = generator(42, place)
+        children = _drawn_children(p, None, 3, stream)
+        assert say_drawn(p, children, p, None, stream) == children[0]
+
+
+def test_children_behind_all_that_the_draft_would_say_are_certain() -> None:
+    """A draft with two likely tokens and four children: the last two are tried as certain ones, and the law holds."""
+    q = torch.tensor([0.5, 0.5, 0, 0, 0, 0, 0, 0])
+    law, seen = TARGET[0], Counter[int]()
+    for place in range(TRIALS):
+        stream = generator(43, place)
+        children = _drawn_children(q, None, 4, stream)
+        assert sorted(children[:2]) == [0, 1] and len(set(children)) == 4
+        seen[say_drawn(law, children, q, None, stream)] += 1
+    expected = (law.double() / law.double().sum() * TRIALS).tolist()
+    assert stats.chisquare([seen[x] for x in range(V)], expected).pvalue > 1e-3
+
+
+def test_a_tree_of_drawn_children_follows_the_targets_joint_law() -> None:
+    """Two levels of drawn children, laws that depend on the token before: all pairs of tokens together pass a
+    chi-square test, though a pass says one or two of them."""
+    target, draft, counts = _laws(5, 1.0), _laws(6, 1.5), Counter[tuple[int, ...]]()
+    for place in range(2 * TRIALS):
+        stream, tokens, parents = generator(44, place), list[int](), list[int]()
+        first = _drawn_children(draft[()], None, 2, stream)
+        for node, token in ((ROOT, ()), (0, tuple(first[:1])), (1, tuple(first[1:]))):
+            mine = first if node == ROOT else _drawn_children(draft[token], None, 2, stream)
+            tokens += mine
+            parents += [node] * 2
+        tree = Tree(tuple(tokens), tuple(parents))
+
+        def says(
+            rows: Sequence[tuple[int, int]], tree: Tree = tree, stream: torch.Generator = stream
+        ) -> list[int]:
+            ((_, k),) = rows
+            path = tuple(tree.token_ids[x] for x in tree.path(k - 1))
+            children = list(tree.children.get(k - 1, {}))
+            if not children:
+                return [say_sampled(target[path], [], stream)]
+            return [say_drawn(target[path], children, draft[path], None, stream)]
+
+        ((path, token),) = verify_trees([tree], says)
+        text = (*(tree.token_ids[x] for x in path), token)
+        while len(text) < 2:
+            text += (_said(target[text], stream),)
+        counts[text[:2]] += 1
+    pairs = list(product(range(K), repeat=2))
+    law = torch.tensor([float(target[()][a] * target[(a,)][b]) for a, b in pairs]).double()
+    expected = (law / law.sum() * 2 * TRIALS).tolist()
+    assert stats.chisquare([counts[x] for x in pairs], expected).pvalue > 1e-3
+
+
+def test_drawn_children_take_one_number_for_every_test_and_one_for_the_token() -> None:
+    """As certain ones do: the stream of a sequence goes on where it should."""
+    law, q = torch.tensor([0.5, 0.25, 0.25]), torch.tensor([0.0, 0.0, 1.0])
+    for place in range(20):
+        stream, twin = generator(0, place), generator(0, place)
+        said = say_drawn(law, [2, 1], q, None, stream)
         numbers = {2: 1, 1: 2, 0: 3}[said]
         torch.rand(numbers, generator=twin, dtype=torch.float64)
         assert torch.equal(stream.get_state(), twin.get_state())

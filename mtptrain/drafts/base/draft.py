@@ -24,6 +24,12 @@ class DraftConfig(ABC):
         """Whether its draft has `start` and `step`, from which the runtime grows token trees."""
         return False
 
+    @property
+    def independent_places(self) -> bool:
+        """Whether its draft has `place_logits`: the law of a drafted place does not depend on what is drafted
+        before it, and the runtime finds the best token tree at once."""
+        return False
+
     @abstractmethod
     def build(self, target: Target) -> Draft:
         """A draft for this target; weights start as the mechanism prescribes."""
@@ -84,6 +90,11 @@ class Draft(nn.Module):
 
     def step(self, ids: Tensor, states: Tensor, positions: Tensor, ctx: ForwardContext) -> Tensor:
         """One drafted row each: reads token `ids` [T] behind the state that proposed it; states [T, H] to [T, H]."""
+        raise NotImplementedError
+
+    def place_logits(self, rows: TrueRows, num_draft_tokens: int) -> Tensor:
+        """Refills pages with the true rows; the logits of each drafted place, [B, D, Vd], whatever is drafted before
+        it: those that `propose` draws from."""
         raise NotImplementedError
 
     def scored(self, state: Tensor) -> Tensor:

@@ -30,9 +30,10 @@ class Proposal:
     """A chain or a token tree for each of B sequences. `token_ids` may be ragged; an empty one means no proposal.
 
     `probs` [B, D, Vd] are the laws that the tokens were drawn from, or for each sequence its own [D, Vd]; None
-    for all or one: every token was certain (q is a point mass). Where `parents` are given, all are trees whose
-    tokens are certain: the parent of token i is token parents[i] < i, or the newest true token where that is -1
-    (see `runtime.tree`).
+    for all or one: every token was certain (q is a point mass). Where `parents` are given, all are trees: the
+    parent of token i is token parents[i] < i, or the newest true token where that is -1 (see `runtime.tree`);
+    `probs` then has the laws that children were drawn from without replacement, one for each node that has any,
+    in the order of their first children.
     """
 
     token_ids: tuple[tuple[int, ...], ...]
