@@ -19,7 +19,7 @@ from omegaconf import DictConfig
 from hidden_state_cache import StoreIdentity
 from mtptrain import __version__
 from mtptrain.capture import CaptureSettings, identity
-from mtptrain.drafts.base import Draft, HeadConfig
+from mtptrain.drafts.base import Draft, DraftConfig, HeadConfig
 from mtptrain.given import given_answer
 from mtptrain.inputs import Inputs
 from mtptrain.lock import only_writer
@@ -48,14 +48,22 @@ class Session(Inputs):
         return other
 
     @cached_property
-    def draft_config(self) -> HeadConfig:
+    def draft_config(self) -> DraftConfig:
+        """What proposes."""
         config = instantiate(self.config.draft)
-        if not isinstance(config, HeadConfig):
-            raise UserError(
-                "draft= names no head that is trained by itself; choose one, such as draft=mtp"
-            )
+        if not isinstance(config, DraftConfig):
+            raise UserError("draft= names no draft; choose one, such as draft=mtp")
         self.tree.require(config)
-        return replace(config, taps=self._placed(config.taps))
+        return config
+
+    @cached_property
+    def head_config(self) -> HeadConfig | None:
+        """What of it is trained, its taps placed; None: nothing."""
+        head = self.draft_config.trained()
+        if head is None:
+            return None
+        assert isinstance(head, HeadConfig)
+        return replace(head, taps=self._placed(head.taps))
 
     def _placed(self, taps: Sequence[str]) -> tuple[str, ...]:
         return place_taps(taps, layer_count(self.folder))
@@ -69,7 +77,8 @@ class Session(Inputs):
     @property
     def read_taps(self) -> tuple[str, ...]:
         """The draft's taps, and `final` for the target's own distribution."""
-        return tuple(dict.fromkeys((*self.draft_config.taps, "final")))
+        mine = self.head_config.taps if self.head_config else ()
+        return tuple(dict.fromkeys((*mine, "final")))
 
     # ---- engines -------------------------------------------------------------------------------------------
 
@@ -121,15 +130,24 @@ class Session(Inputs):
     @cached_property
     def train_key(self) -> str:
         settings = self.settings(TrainSettings, "train")
-        parts = (self.draft_config, type(self.draft_config).__name__, self.config.loss, settings)
+        parts = (self.head_config, type(self.head_config).__name__, self.config.loss, settings)
         features = self._features_key(self.read_taps)  # whatever else the store may hold
-        return fingerprint("train", features, *parts, self.seed, int(self.config.num_draft_tokens))
+        return fingerprint("train", features, *parts, self.seed)
+
+    @cached_property
+    def draft_key(self) -> str:
+        """Of what is validated: the trained head, and what another draft is around it."""
+        trained = None if self.head_config is None else self.train_key
+        if self.draft_config.trained() is self.draft_config:
+            return self.train_key
+        how = (self.target_fingerprint, self.chat.thinking, str(self.config.target.dtype))
+        return fingerprint("draft", __version__, trained, self.draft_config, *how, self.seed)
 
     @cached_property
     def validate_key(self) -> str:
         c = self.config
         parts = (self.eval_prompts, c.num_draft_tokens, c.temperature, c.batch_size, c.validate)
-        return fingerprint("validate", self.train_key, *parts, self.tree)
+        return fingerprint("validate", self.draft_key, *parts, self.tree)
 
     def store_identity(self) -> StoreIdentity:
         key = self.answers_key[:16]

@@ -47,8 +47,19 @@ class HybridConfig(DraftConfig):
         if not self.threshold >= 0:
             raise UserError(f"draft.threshold={self.threshold} must be at least 0")
 
+    @property
+    def kind(self) -> str:
+        return f"hybrid of {self.lookup.kind} and {self.head.kind}"
+
+    def trained(self) -> HeadConfig:
+        return self.head
+
+    def around(self, trained: Draft | None, target: Target) -> Hybrid:
+        head = self.head.build(target) if trained is None else trained
+        return Hybrid(self, self.lookup.build(target), head)
+
     def build(self, target: Target) -> Hybrid:
-        return Hybrid(self, self.lookup.build(target), self.head.build(target))
+        return self.around(None, target)
 
 
 class Hybrid(Draft):

@@ -12,14 +12,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 
-from hydra.utils import instantiate
-
 from hidden_state_cache.decode import decode
 from mtptrain.datasets.base import evenly
-from mtptrain.drafts.base import Draft
-from mtptrain.drafts.folder import load_draft
 from mtptrain.pipeline.contenders import contenders
-from mtptrain.pipeline.draft import validate
+from mtptrain.pipeline.draft import serving_draft, validate
 from mtptrain.pipeline.skip import skip
 from mtptrain.run import StageFolder, atomic_write, fingerprint, provenance, save_resolved
 from mtptrain.session import Session
@@ -72,7 +68,7 @@ def _cost(run: Session, how: CompareSettings) -> DraftCost:
         stage.begin(key)
         settings: ReplaySettings = run.settings(ReplaySettings, "validate")
         cost = measure_cost(
-            _draft(run),
+            serving_draft(run),
             evenly(run.eval_prompts, how.speed_prompts),
             run.chat,
             run.engine,
@@ -83,13 +79,6 @@ def _cost(run: Session, how: CompareSettings) -> DraftCost:
         atomic_write(path, json.dumps(asdict(cost), indent=2) + "\n")
         stage.complete(key)
     return decode(DraftCost, json.loads(path.read_text("utf-8")))
-
-
-def _draft(run: Session) -> Draft:
-    """As it was validated: what training has saved, or one that needs none."""
-    if (run.draft_folder / "config.json").exists():
-        return load_draft(run.draft_folder, run.target)
-    return instantiate(run.config.draft).build(run.target).eval()
 
 
 def _compared(

@@ -1,7 +1,8 @@
 """train and validate: a draft is fitted to the store, then replayed with its target and reported on.
 
-Both write into the run folder. Whoever validates has trained first, and compares the weights with those that
-training wrote and the contract with what the head meets here.
+Both write into the run folder. Whoever validates has trained first what there is to train, and compares the
+weights with those that training wrote and the contract with what the head meets here. A draft around a trained
+head trains that head and no other: where one lies in the run folder, it is taken.
 """
 
 from __future__ import annotations
@@ -36,7 +37,11 @@ from mtptrain.validate.report import load_report, summary_line, write_report
 
 
 def train(session: Session) -> None:
-    """Fits the draft and writes its folder."""
+    """Fits the head and writes its folder. Raises UserError where the draft has none."""
+    if (config := session.head_config) is None:
+        raise UserError(
+            f"draft={session.draft_config.kind} has nothing to train; run validate, or choose a head such as mtp"
+        )
     stage = session.train_stage
     whole = (session.draft_folder / "config.json").exists()
     if whole and skip(session, "train", stage, session.train_key):
@@ -48,7 +53,7 @@ def train(session: Session) -> None:
     stage.begin(session.train_key)
     num_draft_tokens = int(session.config.num_draft_tokens)
     result = fit_draft(
-        session.draft_config,
+        config,
         instantiate(session.config.loss),
         session.target,
         store,
@@ -77,21 +82,14 @@ def validate(session: Session) -> None:
     """Replays draft and target on the evaluation prompts and writes the report."""
     stage = StageFolder(session.run_dir / "validate")
     if not skip(session, "validate", stage, session.validate_key):
-        train(session)
+        if session.head_config is not None:
+            train(session)
+            _look_up_times(session)
         start = time.perf_counter()
         stage.begin(session.validate_key)
-        for name, earlier in (
-            ("prepare", session.answers_stage),
-            ("capture", session.store_stage),
-        ):
-            if (record := earlier.record()) is not None:
-                session.times.setdefault(name, record.seconds)
-        _check_weights(session)
-        draft = load_draft(session.draft_folder, session.target)
-        check_contract(session.draft_folder, _promise(session, draft))
         report = replay(
             session.target,
-            draft,
+            serving_draft(session),
             session.chat,
             session.eval_prompts,
             session.engine,
@@ -102,19 +100,38 @@ def validate(session: Session) -> None:
             batch_size=int(session.config.batch_size),
             seed=session.seed,
             target_name=str(session.config.target.path),
-            draft_name=str(session.config.draft["_target_"]).split(".")[-2],
+            draft_name=session.draft_config.kind,
             origin=lambda: provenance(
                 session.config, session.times | {"validate": time.perf_counter() - start}
             ),
             warnings=_warnings(session),
         )
         write_report(report, session.run_dir)
-        write_model_card(session.draft_folder, report)
+        if session.draft_config.trained() is session.draft_config:
+            write_model_card(session.draft_folder, report)
         stage.complete(
             session.validate_key, acceptance_length=report.acceptance_length.value or 0.0
         )
     print(summary_line(load_report(session.run_dir / "report.json")))
     print(f"report: {session.run_dir / 'report.md'}")
+
+
+def serving_draft(session: Session) -> Draft:
+    """What is validated: the head that was trained, what stands around it, or a draft that needs no training."""
+    head = None
+    if session.head_config is not None:
+        _check_weights(session)
+        head = load_draft(session.draft_folder, session.target)
+        check_contract(session.draft_folder, _promise(session, head))
+    return session.draft_config.around(head, session.target)
+
+
+def _look_up_times(session: Session) -> None:
+    """Of the stages that training did not look at, because it was whole."""
+    earlier = {"prepare": session.answers_stage, "capture": session.store_stage}
+    for name, stage in earlier.items():
+        if (record := stage.record()) is not None:
+            session.times.setdefault(name, record.seconds)
 
 
 def _prove_store(session: Session) -> None:
@@ -145,6 +162,6 @@ def _promise(session: Session, draft: Draft) -> Contract:
 
 
 def _warnings(session: Session) -> tuple[str, ...]:
-    record = session.train_stage.record()
+    record = session.train_stage.record() if session.head_config is not None else None
     unmoved = str(record.summary.get("unmoved", "")) if record else ""
     return (f"training has left these weights at their start: {unmoved}",) if unmoved else ()

@@ -20,6 +20,19 @@ class DraftConfig(ABC):
     """A frozen dataclass of a mechanism's choices, built by Hydra from the recipe of the same name."""
 
     @property
+    def kind(self) -> str:
+        """The mechanism, as reports name it: its file on the shelf."""
+        return type(self).__module__.rpartition(".")[2]
+
+    def trained(self) -> DraftConfig | None:
+        """What of the draft is trained, as it is trained alone; None: nothing."""
+        return None
+
+    def around(self, trained: Draft | None, target: Target) -> Draft:
+        """The draft that serves, around its trained part."""
+        return self.build(target) if trained is None else trained
+
+    @property
     def grows_trees(self) -> bool:
         """Whether its draft has `start` and `step`, from which the runtime grows token trees."""
         return False

@@ -31,6 +31,9 @@ class HeadConfig(DraftConfig):
         object.__setattr__(self, "taps", tuple(self.taps))
         object.__setattr__(self, "draft_vocab", tuple(self.draft_vocab))
 
+    def trained(self) -> HeadConfig:
+        return self
+
 
 class Head(Draft):
     """A draft that reads the target's states. Frozen tables are outside the state dict: they are never saved."""
