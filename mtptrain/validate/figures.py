@@ -17,7 +17,7 @@ SCHEMA = 1
 class Sampling:
     """How the run drew its tokens; `tree` names the token tree, None is a chain.
 
-    The last four are those of `SamplingParams` and mean nothing to a greedy run.
+    The last six are those of `SamplingParams` and mean nothing to a greedy run.
     """
 
     temperature: float
@@ -29,6 +29,13 @@ class Sampling:
     top_p: float = 1.0
     min_p: float = 0.0
     block_verify: bool = False
+    typical_threshold: float = 0.0
+    typical_alpha: float = 0.3
+
+    @property
+    def lossless(self) -> bool:
+        """Whether what was said follows the target's law."""
+        return self.temperature == 0 or self.typical_threshold == 0
 
 
 @dataclass(frozen=True)
@@ -43,6 +50,7 @@ class Baselines:
     """The untrained drafts a trained one has to beat."""
 
     ngram: Baseline | None = None
+    suffix: Baseline | None = None  # the answers given one after another
 
 
 @dataclass(frozen=True)

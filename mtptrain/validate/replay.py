@@ -1,6 +1,6 @@
 """The replay of draft and target, and everything the report says of it.
 
-The target first answers alone: the reference for losslessness and speed, the text that prompt lookup and the
+The target first answers alone: the reference for losslessness and speed, the text that the lookups and the
 simulated walk run over, and the source of second-turn prompts. Then draft and target answer the same
 requests together, at the asked temperature and, unless that was sampled already, some of them at T=1. It
 gives up engines of others: `exporters` and a test in a real engine are for that.
@@ -17,6 +17,8 @@ from mtptrain.attention_backends.base import AttentionBackend
 from mtptrain.chat import Chat
 from mtptrain.datasets.base import evenly
 from mtptrain.drafts.base import Draft
+from mtptrain.drafts.ngram import NgramConfig
+from mtptrain.drafts.suffix import SuffixConfig
 from mtptrain.prepare import answer_turns
 from mtptrain.progress import progress
 from mtptrain.run import Provenance
@@ -35,9 +37,13 @@ from mtptrain.validate.report import (
     assemble,
     measured_run,
 )
-from mtptrain.validate.simulated import simulate, simulate_ngram
+from mtptrain.validate.simulated import simulate, simulate_lookup
 
 log = logging.getLogger("mtptrain")
+NOT_LOSSLESS = (
+    "above T=0 tokens were accepted as typical: what was said does not follow the target's law, and these figures "
+    "must not be compared with lossless ones"
+)
 
 
 @dataclass(frozen=True)
@@ -46,10 +52,12 @@ class ReplaySettings:
 
     max_new_tokens: int
     sampled_prompts: int  # so many are replayed at T=1 as well, spread evenly; 0: none
-    top_k: int = 0  # these four: as in SamplingParams, for whatever is not greedy
+    top_k: int = 0  # these six: as in SamplingParams, for whatever is not greedy
     top_p: float = 1.0
     min_p: float = 0.0
     block_verify: bool = False
+    typical_threshold: float = 0.0
+    typical_alpha: float = 0.3
 
     def sampling(self, temperature: float, seed: int) -> SamplingParams:
         """How the replay at this temperature draws. Raises UserError for options out of range."""
@@ -61,6 +69,8 @@ class ReplaySettings:
             seed,
             min_p=self.min_p,
             block_verify=self.block_verify,
+            typical_threshold=self.typical_threshold,
+            typical_alpha=self.typical_alpha,
         )
 
 
@@ -111,7 +121,11 @@ def replay(
         done = _generate(runner, asked, params, name)
         measured = measure_acceptance(done, num_draft_tokens, seed)
         how = (params.top_k, params.top_p, params.min_p, params.block_verify)
-        sampling = Sampling(at, num_draft_tokens, tree.name, seed, batch_size, *how)
+        sampling = Sampling(
+            *(at, num_draft_tokens, tree.name, seed, batch_size, *how),
+            typical_threshold=params.typical_threshold,
+            typical_alpha=params.typical_alpha,
+        )
         speed = _speed(alone.times, runner.times)
         return measured_run(measured, sampling, speed), done
 
@@ -120,16 +134,17 @@ def replay(
     if settings.sampled_prompts and temperature == 0:
         some = evenly(requests, settings.sampled_prompts)
         sampled, _ = together(1.0, some, "draft and target, T=1")
-    walked = None  # the walk goes over chains
-    if tree.kind is None:
+    walked = None  # the walk goes over chains of a head
+    if tree.kind is None and draft.config.trained() is draft.config:
         walked = _simulated(draft, plain, num_draft_tokens, backend)
-    ngram = measure_acceptance(list(simulate_ngram(plain, num_draft_tokens)), num_draft_tokens)
+    if not all(r is None or r.sampling.lossless for r in (run, sampled)):
+        warnings = (*warnings, NOT_LOSSLESS)
     return assemble(
         run,
         target=target_name,
         draft=draft_name,
         provenance=origin(),
-        baselines=Baselines(Baseline(ngram.tokens_per_step)),
+        baselines=_baselines(plain, num_draft_tokens),
         simulated_acceptance_length=walked,
         lossless=compare(plain, speculative) if temperature == 0 else None,
         sampled=sampled,
@@ -145,6 +160,16 @@ def compare(plain: Sequence[Completion], speculative: Sequence[Completion]) -> L
         checked += len(a.output_ids)
         mismatches += max(len(a.output_ids), len(b.output_ids)) - same
     return Lossless(checked, mismatches)
+
+
+def _baselines(plain: Sequence[Completion], num_draft_tokens: int) -> Baselines:
+    """The lookups with their usual settings, over the same answers."""
+
+    def of(lookup: Draft) -> Baseline:
+        walked = list(simulate_lookup(lookup, plain, num_draft_tokens))
+        return Baseline(measure_acceptance(walked, num_draft_tokens).tokens_per_step)
+
+    return Baselines(of(NgramConfig().build()), of(SuffixConfig().build()))
 
 
 def _simulated(

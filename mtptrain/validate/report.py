@@ -82,10 +82,13 @@ def load_report(path: Path) -> Report:
 def _completed(data: dict[str, Any]) -> dict[str, Any]:
     """With the keys that older reports lack, each at the one value that it had then."""
     older = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "block_verify": False}
+    older |= {"typical_threshold": 0.0, "typical_alpha": 0.3}
 
     def run(held: Any) -> Any:
         how = held.get("sampling") if isinstance(held, dict) else None
         return held | {"sampling": older | how} if isinstance(how, dict) else held
 
     whole = run({"warnings": []} | data)
+    if isinstance(known := whole.get("baselines"), dict):
+        whole |= {"baselines": {"suffix": None} | known}
     return whole | {"sampled": run(whole["sampled"])} if "sampled" in whole else whole

@@ -9,18 +9,19 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from mtptrain.run import Provenance
-from mtptrain.validate.figures import Lossless, MeasuredRun, Report, Sampling, Speed
+from mtptrain.validate.figures import MeasuredRun, Report, Sampling, Speed
 from mtptrain.validate.tables import Row, number, span, table
 
 
 def summary_line(report: Report) -> str:
     """The headline as one line for the terminal."""
-    length, counts, ngram = report.acceptance_length, report.counts, report.baselines.ngram
+    length, counts, known = report.acceptance_length, report.counts, report.baselines
     where = f"{setting(report.sampling)}, {counts.prompts:,} prompts, {counts.passes:,} passes"
     parts = [f"acceptance length {number(length.value, 2)} {span(length.ci95, 2)} ({where})"]
-    if ngram is not None:
-        parts.append(f"n-gram {number(ngram.tokens_per_step, 2)} tokens a step")
-    return "; ".join([*parts, f"lossless: {_lossless(report.lossless)}"])
+    if known.ngram is not None:
+        suffix = f", suffix {number(known.suffix.tokens_per_step, 2)}" if known.suffix else ""
+        parts.append(f"n-gram {number(known.ngram.tokens_per_step, 2)}{suffix} tokens a step")
+    return "; ".join([*parts, f"lossless: {_lossless(report)}"])
 
 
 def render_markdown(report: Report) -> str:
@@ -64,12 +65,13 @@ def _headline(run: MeasuredRun, more: Sequence[Row] = ()) -> str:
 
 
 def _compared(report: Report) -> list[Row]:
-    ngram, simulated = report.baselines.ngram, report.simulated_acceptance_length
-    untrained = number(ngram.tokens_per_step if ngram else None)
+    known, simulated = report.baselines, report.simulated_acceptance_length
+    ngram, suffix = (number(x.tokens_per_step if x else None) for x in (known.ngram, known.suffix))
     return [
-        ("n-gram tokens per step", untrained, "what the n-gram draft gets without training"),
+        ("n-gram tokens per step", ngram, "what the n-gram draft gets without training"),
+        ("suffix tokens per step", suffix, "the same of suffix decoding, answers one by one"),
         ("simulated acceptance length", number(simulated), "from stored features, not decoded"),
-        ("lossless", _lossless(report.lossless), "greedy output against plain greedy output"),
+        ("lossless", _lossless(report), "greedy output against plain greedy output"),
     ]
 
 
@@ -137,10 +139,16 @@ def setting(sampling: Sampling) -> str:
         parts += [f"top-p {sampling.top_p:g}"] if sampling.top_p < 1 else []
         parts += [f"min-p {sampling.min_p:g}"] if sampling.min_p else []
         parts += ["verified as a block"] if sampling.block_verify else []
+    if not sampling.lossless:
+        how = f"{sampling.typical_threshold:g}, {sampling.typical_alpha:g}"
+        parts += [f"accepted as typical ({how}), not lossless"]
     return ", ".join(parts)
 
 
-def _lossless(lossless: Lossless | None) -> str:
-    if lossless is None:
+def _lossless(report: Report) -> str:
+    found = report.lossless
+    if not report.sampling.lossless:
+        return "no, tokens were accepted as typical"
+    if found is None:
         return "not checked"
-    return f"{lossless.mismatches:,} of {lossless.checked_tokens:,} tokens differ"
+    return f"{found.mismatches:,} of {found.checked_tokens:,} tokens differ"

@@ -1,4 +1,4 @@
-"""The exact greedy walk over stored features: what a draft would accept, without decoding.
+"""The exact greedy walk over stored answers: what a draft would accept, without decoding.
 
 On the target's own greedy answers a verify pass accepts a drafted token iff it is the stored one, and a
 later step is reached only through right tokens; so the teacher-forced unroll tells every pass exactly. Only
@@ -8,17 +8,19 @@ the last pass of an answer differs from a replay: what would be accepted past th
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import takewhile
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from mtptrain.attention_backends.base import AttentionBackend
-from mtptrain.drafts.base import Draft
-from mtptrain.drafts.ngram import NgramConfig, NgramIndex
+from mtptrain.drafts.base import Draft, Drawn, Pages, TrueRows
 from mtptrain.types import Completion, DraftBatch, Request, VerifyPass
 
 HEAD_ROWS = 1024  # rows of draft logits at a time
+NO_PAGES = cast(Pages, None)  # a lookup asks for none
 
 
 def pack(documents: Sequence[tuple[Tensor, Tensor, Tensor, Tensor]]) -> DraftBatch:
@@ -87,25 +89,28 @@ def simulate(
         )
 
 
-def simulate_ngram(
-    completions: Sequence[Completion], num_draft_tokens: int
+def simulate_lookup(
+    draft: Draft, completions: Sequence[Completion], num_draft_tokens: int
 ) -> Iterator[Completion]:
-    """The walk of prompt lookup, which needs tokens only."""
+    """The walk of a draft that reads tokens only, through answers given one after another: it proposes as it
+    does at serving, and hears of each answer that has ended."""
+    common, nothing = dict[str, Any](), torch.empty(0, 0)
     for completion in completions:
-        ids = [*completion.request.prompt_ids, *completion.output_ids]
-        index = NgramIndex(NgramConfig())
+        ids, memory = [*completion.request.prompt_ids, *completion.output_ids], dict[str, Any]()
 
         def propose(
-            newest: int, ids: list[int] = ids, index: NgramIndex = index
+            newest: int, ids: list[int] = ids, memory: dict[str, Any] = memory
         ) -> tuple[int, int]:
             known = ids[: newest + 1]
-            index.extend(known)
-            chain = index.lookup(known, num_draft_tokens)
-            accepted = 0
-            while accepted < len(chain) and ids[newest + 1 + accepted : newest + 2 + accepted] == [
-                chain[accepted]
-            ]:
-                accepted += 1
-            return len(chain), accepted
+            rows = TrueRows((known,), (0,), (0,), nothing, NO_PAGES, (memory,), common)
+            (chain,) = draft.propose(rows, num_draft_tokens, _no_draw).token_ids
+            right = takewhile(lambda x: x[0] == x[1], zip(chain, ids[newest + 1 :], strict=False))
+            return len(chain), sum(1 for _ in right)
 
-        yield walk(completion.request, completion.output_ids, propose)
+        done = walk(completion.request, completion.output_ids, propose)
+        draft.finish(done, common)
+        yield done
+
+
+def _no_draw(logits: Tensor, among: Sequence[int] | None = None) -> Drawn:
+    raise AssertionError("a lookup's tokens are certain")

@@ -11,18 +11,22 @@ import pytest
 
 from mtptrain.attention_backends.base import AttentionBackend
 from mtptrain.chat import Chat
-from mtptrain.drafts.base import Draft
+from mtptrain.drafts.base import Draft, DraftConfig
+from mtptrain.drafts.hybrid import HybridConfig
 from mtptrain.drafts.mtp import MTPConfig
+from mtptrain.drafts.ngram import NgramConfig
+from mtptrain.drafts.suffix import SuffixConfig
 from mtptrain.run import Provenance
 from mtptrain.runtime.engine import Engine
 from mtptrain.runtime.scheduler import EngineLimits
 from mtptrain.runtime.tree import TreeShape
 from mtptrain.targets.base import Target
 from mtptrain.types import Completion, Conversation, Request, Turn, UserError
-from mtptrain.validate.replay import ReplaySettings, compare, replay
+from mtptrain.validate.replay import NOT_LOSSLESS, ReplaySettings, compare, replay
 from mtptrain.validate.report import Report, load_report, write_report
 
 CHAIN = TreeShape()
+HEAD = MTPConfig()
 
 
 def _origin() -> Provenance:
@@ -54,12 +58,14 @@ def run(
         batch_size: int = 3,
         sampled_prompts: int = 1000,
         tree: TreeShape = CHAIN,
+        config: DraftConfig = HEAD,
         **options: Any,
     ) -> Report:
         shape[0] = tree
+        head = config.trained()
         return replay(
             tiny_target,
-            fit_head(MTPConfig()),
+            config.around(None if head is None else fit_head(head), tiny_target),
             tiny_chat,
             rows,
             engine,
@@ -70,7 +76,7 @@ def run(
             batch_size=batch_size,
             seed=0,
             target_name="tiny",
-            draft_name="mtp",
+            draft_name=config.kind,
             origin=_origin,
         )
 
@@ -134,6 +140,40 @@ def test_options_of_sampling_reach_target_and_draft(run: Callable[..., Report]) 
         assert report.accepted_histogram == greedy.accepted_histogram
         how = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "block_verify": False} | options
         assert {name: getattr(report.sampling, name) for name in how} == how
+
+
+def test_typical_acceptance_is_marked_as_not_lossless(run: Callable[..., Report]) -> None:
+    """A warning and the setting say so wherever something was drawn; what was drawn is compared with nothing, and
+    the greedy figures beside it are still lossless."""
+    typical, exact = run(temperature=1.0, typical_threshold=0.09), run(temperature=1.0)
+    assert typical.lossless is None and not typical.sampling.lossless and exact.sampling.lossless
+    assert [NOT_LOSSLESS in r.warnings for r in (typical, exact)] == [True, False]
+    values = [r.acceptance_length.value for r in (typical, exact)]
+    assert values[0] is not None and values[1] is not None and values[0] > values[1]
+    greedy = run(typical_threshold=0.09)
+    assert greedy.lossless is not None and greedy.lossless.mismatches == 0
+    assert greedy.sampled is not None and not greedy.sampled.sampling.lossless
+    assert NOT_LOSSLESS in greedy.warnings
+    assert NOT_LOSSLESS not in run(typical_threshold=0.09, sampled_prompts=0).warnings
+
+
+@pytest.mark.parametrize(
+    "config",
+    [NgramConfig(), SuffixConfig(), HybridConfig(SuffixConfig(), MTPConfig(), 1.0)],
+    ids=lambda c: c.kind,
+)
+def test_drafts_that_are_no_heads_are_reported_on(
+    run: Callable[..., Report], config: DraftConfig
+) -> None:
+    """Lossless at T=0, run at T=1 too, beside both lookups; simulated is what a head alone is."""
+    report = run(config=config)
+    assert report.draft == config.kind and report.simulated_acceptance_length is None
+    assert report.lossless is not None and report.lossless.mismatches == 0
+    assert report.sampled is not None
+    known = report.baselines
+    assert known.ngram is not None and known.suffix is not None
+    if isinstance(config, NgramConfig):
+        assert report.tokens_per_step == known.ngram.tokens_per_step
 
 
 def test_a_part_of_the_prompts_is_sampled(run: Callable[..., Report]) -> None:

@@ -47,13 +47,14 @@ REPORT_KEYS = (
     )
 )
 NESTED_KEYS = {
-    "sampling": "temperature num_draft_tokens tree seed batch_size top_k top_p min_p block_verify",
+    "sampling": "temperature num_draft_tokens tree seed batch_size top_k top_p min_p block_verify "
+    "typical_threshold typical_alpha",
     "acceptance_length": "value ci95 per_request_mean by_category",
     "lossless": "checked_tokens mismatches",
     "speed": "plain_tokens_per_s speculative_tokens_per_s speedup draft_share",
     "counts": "prompts passes tokens",
     "provenance": "commit versions hardware recipe seeds times",
-    "baselines": "ngram",
+    "baselines": "ngram suffix",
 }
 
 
@@ -158,6 +159,8 @@ def test_reports_from_before_a_key_was_added_are_read(tmp_path: Path) -> None:
     for run in (data, data["sampled"]):
         for key in ("top_k", "top_p", "min_p", "block_verify"):
             del run["sampling"][key]
+        del run["sampling"]["typical_threshold"], run["sampling"]["typical_alpha"]
+    del data["baselines"]["suffix"]
     path.write_text(json.dumps(data))
     assert load_report(path) == full()
     del data["sampled"]
@@ -175,6 +178,27 @@ def test_options_of_sampling_stand_beside_the_temperature() -> None:
     ):
         how = dataclasses.replace(full().sampling, temperature=temperature, **options)
         assert shown in summary_line(dataclasses.replace(full(), sampling=how))
+
+
+def test_what_was_accepted_as_typical_is_never_called_lossless() -> None:
+    """Above T=0 the terminal's line, the table and the setting all say so; a greedy run is what it always was."""
+    typical = dataclasses.replace(a_run(1.0).sampling, typical_threshold=0.09)
+    for temperature in (1.0, 0.0):
+        how = dataclasses.replace(typical, temperature=temperature)
+        report = dataclasses.replace(full(), sampling=how, lossless=None)
+        said = temperature > 0
+        assert ("accepted as typical (0.09, 0.3), not lossless" in summary_line(report)) == said
+        text = render_markdown(report)
+        assert ("| lossless | no, tokens were accepted as typical |" in text) == said
+        assert ("lossless: not checked" in text) != said
+
+
+def test_both_lookups_stand_beside_the_draft() -> None:
+    """The line and the table have what each gets without training."""
+    known = Baselines(Baseline(1.3125), Baseline(1.4375))
+    report = dataclasses.replace(full(), baselines=known)
+    assert "n-gram 1.31, suffix 1.44 tokens a step" in summary_line(report)
+    assert "| suffix tokens per step | 1.438 |" in render_markdown(report)
 
 
 def test_warnings_reach_the_reader() -> None:

@@ -15,12 +15,13 @@ from mtptrain.drafts.eagle3 import Eagle3Config
 from mtptrain.drafts.medusa import MedusaConfig
 from mtptrain.drafts.mtp import MTPConfig
 from mtptrain.drafts.ngram import NgramConfig
+from mtptrain.drafts.suffix import SuffixConfig
 from mtptrain.runtime.engine import Engine
 from mtptrain.runtime.scheduler import EngineLimits
 from mtptrain.targets.base import Target
 from mtptrain.types import Completion, Request, SamplingParams
 from mtptrain.validate.acceptance import measure_acceptance
-from mtptrain.validate.simulated import accepted_runs, pack, simulate, simulate_ngram, walk
+from mtptrain.validate.simulated import accepted_runs, pack, simulate, simulate_lookup, walk
 
 LONG = SamplingParams(max_new_tokens=120)
 HEADS = {
@@ -45,9 +46,9 @@ def generate(
     """Long answers, for end tokens are ignored: the last pass of each weighs little."""
 
     def run(
-        draft: Draft | None = None, tokens: int = 0, taps: tuple[str, ...] = ()
+        draft: Draft | None = None, tokens: int = 0, taps: tuple[str, ...] = (), batch: int = 64
     ) -> list[Completion]:
-        limits = EngineLimits(num_draft_tokens=tokens)
+        limits = EngineLimits(batch, num_draft_tokens=tokens)
         return Engine(tiny_target, backend, limits, frozenset(), draft, taps).generate(
             requests[:16], LONG
         )
@@ -85,12 +86,14 @@ def test_the_walk_of_a_head_is_its_replay(
 
 
 @pytest.mark.parametrize("tokens", [1, 4])
-def test_the_walk_of_prompt_lookup_is_its_replay(
-    tokens: int, generate: Callable[..., list[Completion]]
+@pytest.mark.parametrize("lookup", [NgramConfig(), SuffixConfig()], ids=lambda x: x.kind)
+def test_the_walk_of_a_lookup_is_its_replay(
+    lookup: NgramConfig | SuffixConfig, tokens: int, generate: Callable[..., list[Completion]]
 ) -> None:
-    """Tokens alone tell what would be proposed and accepted; steps without a proposal count as steps."""
-    walked = list(simulate_ngram(generate(), tokens))
-    replayed = generate(NgramConfig().build(), tokens)
+    """Tokens alone tell what would be proposed and accepted; steps without a proposal count as steps. What is
+    learnt from past answers is learnt as by a server that answers one request after another."""
+    walked = list(simulate_lookup(lookup.build(), generate(), tokens))
+    replayed = generate(lookup.build(), tokens, batch=1)
     _check_walk(walked, replayed)
     real = measure_acceptance(replayed, tokens)
     assert measure_acceptance(walked, tokens).tokens_per_step == real.tokens_per_step
