@@ -45,9 +45,12 @@ class PagedBatch:
 
 @dataclass(eq=False)
 class UnrollCache:
-    """Keys and values of a training unroll: step 0 covers all rows, later steps their own rows only.
+    """Keys and values of one layer's training unroll: step 0 covers all rows, later steps their own rows only.
 
     Written by attention during the forward: `mode` tells it whether to record step 0 or to extend the own rows.
+    A row extends by one query and its key, or, where `seen` is given, once by a block of S of them, which lie
+    next to each other: each query sees the step-0 keys up to its row and what `seen` names of its own block.
+    As in the tails of `PagedBatch` it stands at the place that the number of keys it sees gives it.
     """
 
     rows: Tensor  # [R] int64, packed indices of the rows that go on after step 0
@@ -55,6 +58,7 @@ class UnrollCache:
     mode: Literal["record", "extend"] = "record"
     step0: tuple[Tensor, Tensor] | None = None  # [T, heads, d] each
     own: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # [R, heads, d] each
+    seen: Tensor | None = None  # [S, S] bool
 
     def narrow(self, keep: Tensor, rows_per_document: tuple[int, ...]) -> None:
         """Goes on with the rows where `keep` [R] holds."""
@@ -71,6 +75,7 @@ class ForwardContext:
     paged: PagedBatch | None = None
     unroll: UnrollCache | None = None
     plan: object = None  # what the backend prepared for this forward
+    keys_only: bool = False  # its rows leave their keys and values, and nobody reads what they attend to
 
     @classmethod
     def packed(cls, backend: AttentionBackend, lens: Sequence[int]) -> ForwardContext:
@@ -102,7 +107,7 @@ class AttentionBackend(ABC):
         scale: float,
         window: int | None,
     ) -> Tensor:  # [T, heads * G, d]
-        """Writes key and value where the context says, then attends."""
+        """Writes key and value where the context says, then attends; with `keys_only` the result means nothing."""
 
 
 def _attention(

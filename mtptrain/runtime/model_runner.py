@@ -29,9 +29,13 @@ class SequencePages:
     sequences: Seq[Sequence]
 
     def context(
-        self, first_rows: Seq[int], lens: Seq[int], tails: Seq[Tensor] | None = None
+        self,
+        first_rows: Seq[int],
+        lens: Seq[int],
+        tails: Seq[Tensor] | None = None,
+        keys_only: bool = False,
     ) -> ForwardContext:
-        return self.runner.context(self.sequences, first_rows, lens, tails)
+        return self.runner.context(self.sequences, first_rows, lens, tails, keys_only)
 
 
 class ModelRunner:
@@ -68,10 +72,12 @@ class ModelRunner:
         first_rows: Seq[int],
         lens: Seq[int],
         tails: Seq[Tensor] | None = None,
+        keys_only: bool = False,
     ) -> ForwardContext:
         """Rows first..first + len - 1 of each sequence; sequences without rows are left out.
 
-        `tails`, one for each sequence with rows, makes the newest rows token trees (see `PagedBatch`).
+        `tails`, one for each sequence with rows, makes the newest rows token trees (see `PagedBatch`). With
+        `keys_only` the rows leave their keys and values and ask nothing.
         """
         busy = [(s, a, n) for s, a, n in zip(sequences, first_rows, lens, strict=True) if n]
         tables = tuple(torch.tensor(s.pages) for s, _, _ in busy)
@@ -90,7 +96,10 @@ class ModelRunner:
             torch.cat(slots).to(on),
             None if tails is None else tuple(tails),
         )
-        return ForwardContext.over_pages(self.backend, [n for _, _, n in busy], paged)
+        lens = tuple(n for _, _, n in busy)
+        if keys_only:
+            return ForwardContext(self.backend, lens, paged, keys_only=True)
+        return ForwardContext.over_pages(self.backend, lens, paged)
 
     def _slots(self, table: Tensor, rows: Tensor) -> Tensor:
         size = self.pool.page_size

@@ -16,10 +16,14 @@ class Pages(Protocol):
     """The draft's layers of the shared KV pool, for the sequences of one step."""
 
     def context(
-        self, first_rows: Sequence[int], lens: Sequence[int], tails: Sequence[Tensor] | None = None
+        self,
+        first_rows: Sequence[int],
+        lens: Sequence[int],
+        tails: Sequence[Tensor] | None = None,
+        keys_only: bool = False,
     ) -> ForwardContext:
         """A context for rows first..first + len - 1 of each sequence; what lies above is overwritten.
-        `tails` says what each row of a token tree sees, as in `PagedBatch`."""
+        `tails` says what each row of a token tree sees, as in `PagedBatch`; `keys_only` is that of the context."""
         ...
 
 
@@ -32,12 +36,16 @@ class SomePages:
     count: int
 
     def context(
-        self, first_rows: Sequence[int], lens: Sequence[int], tails: Sequence[Tensor] | None = None
+        self,
+        first_rows: Sequence[int],
+        lens: Sequence[int],
+        tails: Sequence[Tensor] | None = None,
+        keys_only: bool = False,
     ) -> ForwardContext:
         first, rows = [0] * self.count, [0] * self.count
         for place, a, n in zip(self.places, first_rows, lens, strict=True):
             first[place], rows[place] = a, n
-        return self.pages.context(first, rows, tails)
+        return self.pages.context(first, rows, tails, keys_only)
 
 
 @dataclass(frozen=True, eq=False)
