@@ -66,6 +66,11 @@ VARIANTS: dict[str, list[dict[str, object]]] = {
         {"norms": "restored"},
         {"taps": ("layer.2",), "draft_vocab": EVEN, "embedding_scale": 0.3},
     ],
+    "dflash": [
+        {"taps": THREE, "num_layers": 2, "block_size": 4},
+        {"taps": ("final",), "num_layers": 2, "block_size": 3, "mask_token_id": 7},
+        {"taps": ("layer.1",), "num_layers": 3, "block_size": 5, "draft_vocab": EVEN},
+    ],
     "medusa": [
         {},
         {"num_heads": 2, "num_blocks": 3},

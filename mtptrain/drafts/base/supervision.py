@@ -17,6 +17,7 @@ class UnrollStep:
     states: Tensor  # [R, H] what the rows of `head_rows` score
     target_rows: Tensor  # [R] packed index of the token whose final feature is the target's state
     label_rows: Tensor  # [R] packed index of the predicted token
+    confidence: Tensor | None = None  # [R] logit of the draft's own guess of each row's acceptance
 
 
 def answer_chain(batch: DraftBatch, steps: int, supervised: Tensor) -> Tensor:

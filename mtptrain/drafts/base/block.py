@@ -1,0 +1,209 @@
+"""What heads share that draft a whole block in one forward: context as keys and values, a block that asks.
+
+The taps of token t, joined by `fc` and normed, are its context: every layer makes keys and values of it and
+nothing else, so a row costs no query, no MLP and no update (block diffusion: DFlash, arXiv 2602.06036). The block
+of row t begins with Emb(x_{t+1}), its anchor, whose own features no server knows yet, and goes on with the
+embedding of one token that stands for those to come. It sits at positions t + 1, t + 2, ...; each of its slots
+sees the context of the rows up to t and its whole block, later slots included.
+A mechanism says which slot guesses first (`first_slot`), and what the token before adds to a guess. Layers are
+the target's own, those behind the last tap where there are enough; `fc` starts as that tap, normed as the first
+layer norms its input. A shorter proposal asks a shorter block, as the serving engines do.
+It gives up a layer's query and output maps on context rows: they run, and nobody reads them.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from mtptrain.attention_backends.base import AttentionBackend, ForwardContext, UnrollCache
+from mtptrain.drafts.base.continuation import fuse_layer
+from mtptrain.drafts.base.head import Head, HeadConfig, proposal_of
+from mtptrain.drafts.base.proposal import Draw, Proposal
+from mtptrain.drafts.base.rows import TrueRows
+from mtptrain.drafts.base.step_rows import states_of
+from mtptrain.drafts.base.supervision import UnrollStep, answer_chain
+from mtptrain.targets.base import Target, tap_layer
+from mtptrain.types import DraftBatch, UserError
+
+MOST = 64  # slots of a block: a folder that claims more was made by nobody
+
+
+@dataclass(frozen=True)
+class BlockConfig(HeadConfig):
+    """What a block head chooses. `mask_token_id` names the token whose frozen embedding stands for those to
+    come: best one that the target never writes."""
+
+    num_layers: int = 3
+    block_size: int = 5  # slots, the anchor's included
+    mask_token_id: int = 0
+    init_layer: int | None = None  # the target's layer to start from; None: see `first_layer`
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 2 <= self.block_size <= MOST:
+            raise UserError(f"draft.block_size={self.block_size} must lie in 2 to {MOST}")
+
+    def first_layer(self, num_layers: int) -> int:
+        """The target's layer that the first one starts as: unless asked otherwise, the one behind the last tap,
+        or an earlier one where too few follow."""
+        last = num_layers - self.num_layers
+        if not 0 <= last < num_layers:
+            raise UserError(
+                f"draft.num_layers={self.num_layers} must lie in 1 to {num_layers}, the target's layers"
+            )
+        tapped = tap_layer(self.taps[-1])
+        first = self.init_layer
+        if first is None:
+            return last if tapped is None else min(last, tapped + 1)
+        if not 0 <= first <= last:
+            raise UserError(
+                f"draft.init_layer={first} must lie in 0 to {last}: {self.num_layers} layers follow from it"
+            )
+        return first
+
+
+class BlockHead(Head):
+    """See the file's opening."""
+
+    first_slot: ClassVar[int]  # the slot that guesses the token behind the anchor
+    position_rule = "the context of row t sits at position t, its block from t + 1 on"
+    config: BlockConfig
+
+    def __init__(self, config: BlockConfig, target: Target) -> None:
+        super().__init__(config, target)
+        if not 0 <= config.mask_token_id < target.vocab_size:
+            raise UserError(
+                f"draft.mask_token_id={config.mask_token_id} must lie in 0 to {target.vocab_size - 1}"
+            )
+        first, count = config.first_layer(target.num_layers), target.num_layers
+        layers = [target.new_decoder_layer(first + i, count + i) for i in range(config.num_layers)]
+        self.fc = fuse_layer(len(config.taps), target.hidden_size)
+        self.context_norm = copy.deepcopy(layers[0].input_layernorm)
+        self.layers = nn.ModuleList(layers)
+        self.norm = target.new_norm()
+        self.num_kv_layers = config.num_layers
+        self.max_draft_tokens = config.block_size - self.first_slot
+
+    # ---- what a mechanism adds ----------------------------------------------------------------------------
+
+    def step_of(self, states: Tensor, previous: Tensor) -> tuple[Tensor, Tensor | None]:
+        """What `head_rows` score of the states [R, H] behind the tokens `previous` [R], and, where it says so,
+        the logit of each row's chance to be accepted, [R]."""
+        return states, None
+
+    def correction(self, previous: Tensor) -> Tensor | None:
+        """What the tokens before, [B], add to the logits of their next ones, [B, Vd]; None: nothing."""
+        return None
+
+    def chain_lengths(self, states: Tensor, previous: Tensor) -> list[int]:
+        """How many tokens of each chain to propose; states [B, D, H] and the token before each, [B, D]."""
+        return [states.shape[1]] * len(states)
+
+    # ---- both sides ---------------------------------------------------------------------------------------
+
+    def _write(
+        self, features: Tensor, positions: Tensor, contexts: Sequence[ForwardContext]
+    ) -> None:
+        """Leaves every layer's keys and values of T context rows; one context a layer, all `keys_only`."""
+        context = self.context_norm(self.fc(features))
+        rotary = self.target.position_embeddings(context, positions)
+        for layer, ctx in zip(self.layers, contexts, strict=True):
+            attend = layer.self_attn
+            assert isinstance(attend, nn.Module)
+            attend(
+                hidden_states=context[None],
+                position_embeddings=rotary,
+                attention_mask=None,
+                ctx=ctx,
+            )
+
+    def _read(
+        self, anchors: Tensor, positions: Tensor, steps: int, contexts: Sequence[ForwardContext]
+    ) -> Tensor:
+        """The states that guess the next `steps` tokens behind each anchor, [R, steps, H]; its tokens [R] and
+        their positions [R]."""
+        width = steps + self.first_slot
+        ids = anchors.new_full((len(anchors), width), self.config.mask_token_id)
+        ids[:, 0] = anchors
+        at = positions[:, None] + torch.arange(width, device=positions.device)
+        x = self.target.embed(ids.flatten())
+        rotary = self.target.position_embeddings(x, at.flatten())
+        for layer, ctx in zip(self.layers, contexts, strict=True):
+            x = states_of(layer(x[None], position_embeddings=rotary, ctx=ctx))
+        return self.norm(x).unflatten(0, (-1, width))[:, self.first_slot :]
+
+    def _everything(self, steps: int) -> Tensor:
+        """What each slot of a block sees of it."""
+        width = steps + self.first_slot
+        return torch.ones(width, width, dtype=torch.bool)
+
+    # ---- training -----------------------------------------------------------------------------------------
+
+    def unroll(
+        self, batch: DraftBatch, steps: int, supervised: Tensor, backend: AttentionBackend
+    ) -> Iterator[UnrollStep]:
+        most = self.max_draft_tokens
+        assert most is not None
+        chain = answer_chain(batch, min(steps, most), supervised)
+        rows = chain[0].nonzero().squeeze(1)
+        states = self._train_blocks(batch, rows, len(chain), backend)
+        for j, alive in enumerate(chain):
+            mine = alive[rows]
+            previous = rows[mine] + 1 + j
+            scored, confidence = self.step_of(states[mine, j], batch.input_ids[previous])
+            yield UnrollStep(scored, previous, previous + 1, confidence)
+
+    def _train_blocks(
+        self, batch: DraftBatch, rows: Tensor, steps: int, backend: AttentionBackend
+    ) -> Tensor:
+        """States of the blocks of the packed `rows` [R] over the context of all rows, [R, steps, H]."""
+        lens = torch.diff(batch.cu_seqlens)
+        document = torch.repeat_interleave(lens)
+        position = torch.arange(len(document), device=lens.device) - batch.cu_seqlens[document]
+        per_document = tuple(torch.bincount(document[rows], minlength=len(lens)).tolist())
+        caches = [
+            UnrollCache(rows, per_document, seen=self._everything(steps)) for _ in self.layers
+        ]
+        lengths = tuple(lens.tolist())
+        writing = [ForwardContext(backend, lengths, unroll=c, keys_only=True) for c in caches]
+        self._write(batch.features, position, writing)
+        for cache in caches:
+            cache.mode = "extend"
+        reading = [ForwardContext(backend, lengths, unroll=c) for c in caches]
+        return self._read(batch.input_ids[rows + 1], position[rows] + 1, steps, reading)
+
+    # ---- serving ------------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def refill(self, rows: TrueRows) -> None:
+        places = [a + i for a, n in zip(rows.first_rows, rows.lens, strict=True) for i in range(n)]
+        ctx = rows.pages.context(rows.first_rows, rows.lens, keys_only=True)
+        positions = torch.tensor(places, device=rows.features.device)
+        self._write(rows.features, positions, [ctx] * len(self.layers))
+
+    @torch.inference_mode()
+    def propose(self, rows: TrueRows, num_draft_tokens: int, draw: Draw) -> Proposal:
+        self.refill(rows)
+        on = rows.features.device
+        behind = [a + n for a, n in zip(rows.first_rows, rows.lens, strict=True)]
+        newest = torch.tensor([x[a] for x, a in zip(rows.token_ids, behind, strict=True)])
+        tails = [self._everything(num_draft_tokens)] * len(behind)
+        ctx = rows.pages.context(behind, [len(x) for x in tails], tails)
+        where = torch.tensor(behind, device=on)
+        contexts = [ctx] * len(self.layers)
+        states = self._read(newest.to(on), where, num_draft_tokens, contexts)
+        logits, drawn, said = F.linear(states, self.frozen_rows()), [], [newest.to(on)]
+        for k in range(num_draft_tokens):
+            added = self.correction(said[-1])
+            drawn.append(draw(logits[:, k] if added is None else logits[:, k] + added))
+            said.append(torch.tensor(self.target_ids(drawn[-1].token), device=on))
+        before, chains = torch.stack(said[:-1], 1), torch.stack(said[1:], 1).tolist()
+        lengths = self.chain_lengths(states, before)
+        return proposal_of([x[:n] for x, n in zip(chains, lengths, strict=True)], drawn, self)
