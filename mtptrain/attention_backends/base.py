@@ -75,7 +75,9 @@ class ForwardContext:
     paged: PagedBatch | None = None
     unroll: UnrollCache | None = None
     plan: object = None  # what the backend prepared for this forward
-    keys_only: bool = False  # its rows leave their keys and values, and nobody reads what they attend to
+    keys_only: bool = (
+        False  # its rows leave their keys and values, and nobody reads what they attend to
+    )
 
     @classmethod
     def packed(cls, backend: AttentionBackend, lens: Sequence[int]) -> ForwardContext:

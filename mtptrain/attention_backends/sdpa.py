@@ -395,9 +395,7 @@ def _own_and_step0(
     return out.permute(2, 3, 0, 1, 4).reshape(query.shape)
 
 
-def _unseen(
-    rows: Tensor, num_keys: int, seen: Tensor, window: int | None
-) -> tuple[Tensor, Tensor]:
+def _unseen(rows: Tensor, num_keys: int, seen: Tensor, window: int | None) -> tuple[Tensor, Tensor]:
     """What is hidden of a document's step-0 keys, [R, 1 or S, T], and of a row's own keys, [S, J]."""
     key_row = torch.arange(num_keys, device=rows.device)
     past, own = (key_row > rows[:, None])[:, None], ~seen

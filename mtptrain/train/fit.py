@@ -146,11 +146,16 @@ def _require_all_trained(draft: Draft, loss: Loss, settings: TrainSettings) -> N
             f"train.unroll_steps={steps} leaves {most - steps} of the draft's {most} steps untrained; "
             f"use train.unroll_steps={most} or a draft of fewer steps"
         )
-    scores = any(isinstance(part, VocabLoss) for _, part in loss.summands())
-    if draft.own_head() is not None and not scores:
+    over_vocabulary = [part for _, part in loss.summands() if isinstance(part, VocabLoss)]
+    if draft.own_head() is not None and not over_vocabulary:
         raise UserError(
             f"loss={type(loss).__name__} compares features and trains no head of the draft's own; "
             "use draft.head=shared or a loss over the vocabulary"
+        )
+    if draft.says_confidence and not any(part.needs_confidence for part in over_vocabulary):
+        raise UserError(
+            f"loss={type(loss).__name__} leaves the draft's confidence untrained; use loss=dspark or "
+            "draft.confidence=false"
         )
 
 

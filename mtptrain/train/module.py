@@ -168,6 +168,7 @@ class DraftModule(L.LightningModule):
     ) -> LossSums:
         steps = list(self.draft.unroll(batch, num_steps, mask, self.backend))
         labels = torch.cat([batch.input_ids[s.label_rows] for s in steps])
+        sure = [s.confidence for s in steps if s.confidence is not None]
         return compute(
             self.loss,
             torch.cat([s.states for s in steps]),
@@ -179,6 +180,8 @@ class DraftModule(L.LightningModule):
             step_rows=[len(s.states) for s in steps],
             origins=torch.cat([s.label_rows - j for j, s in enumerate(steps)]),
             draft_head=scored.own_rows,
+            beside=scored.beside,
+            confidence=torch.cat(sure) if sure else None,
         )
 
     def _metrics(self, loss: Tensor, sums: LossSums) -> dict[str, Tensor]:
@@ -212,9 +215,9 @@ class DraftModule(L.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
     def _muon_groups(self, parameters: list[nn.Parameter]) -> list[dict[str, Any]]:
-        own = self.draft.own_head()
-        body = [p for p in parameters if p is not own]
-        tables = [p for p in parameters if p is own]
+        apart = {id(p) for p in self.draft.tables()}
+        body = [p for p in parameters if id(p) not in apart]
+        tables = [p for p in parameters if id(p) in apart]
         return [{"params": body}, *({"params": [p], "matrices": False} for p in tables)]
 
     def _schedule(self, step: int) -> float:

@@ -62,6 +62,7 @@ class ScoredTokens:
     rows: Tensor  # [S, H] of the frozen lm_head
     index: Tensor  # [V] place of each target id among them, -1: not scored
     own_rows: Tensor | None = None  # [S, H] of the draft's own head, trained, where it has one
+    beside: Tensor | None = None  # [S, r] of the draft's trained columns, where it has some
 
 
 class Scoring(Protocol):
@@ -83,7 +84,8 @@ class AllTokens:
         self.tokens = ScoredTokens(rows, _index(ids, vocab_size).to(rows.device))
 
     def of(self, batch: DraftBatch, step: int) -> ScoredTokens:
-        return replace(self.tokens, own_rows=self.draft.own_head())
+        own, beside = self.draft.own_head(), self.draft.beside_head()
+        return replace(self.tokens, own_rows=own, beside=beside)
 
     def teaches(self, labels: Tensor) -> Tensor:
         return self.tokens.index[labels] >= 0
@@ -92,13 +94,14 @@ class AllTokens:
 class SampledTokens:
     """`size` tokens a step and those of its batch; the same seed and step give the same tokens.
 
-    A `draft` with a head of its own is compared on the tokens of that head only.
+    A `draft` that trains rows of its own is compared on the tokens of those only.
     """
 
     def __init__(
         self, head: Tensor, weights: Tensor, size: int, seed: int, draft: Draft | None = None
     ) -> None:
-        self.draft = draft if draft is not None and draft.own_head() is not None else None
+        trains_rows = draft is not None and bool(draft.tables())
+        self.draft = draft if trains_rows else None
         self.place = _places(self.draft, len(head))
         order = weights.argsort(descending=True, stable=True)
         order = order[self.place[order] >= 0]
@@ -113,11 +116,12 @@ class SampledTokens:
         ids = ids[self.place[ids] >= 0]
         on = self.head.device
         index = _index(ids, len(self.head)).to(on)
-        return ScoredTokens(self.head[ids.to(on)], index, self._own_rows(ids))
-
-    def _own_rows(self, ids: Tensor) -> Tensor | None:
-        own = None if self.draft is None else self.draft.own_head()
-        return None if own is None else own[self.place[ids].to(own.device)]
+        rows = self.head[ids.to(on)]
+        if self.draft is None:
+            return ScoredTokens(rows, index)
+        place = self.place[ids].to(on)
+        own = [self.draft.own_head(), self.draft.beside_head()]
+        return ScoredTokens(rows, index, *(None if x is None else x[place] for x in own))
 
     def teaches(self, labels: Tensor) -> Tensor:
         return self.place.to(labels.device)[labels] >= 0

@@ -71,6 +71,11 @@ VARIANTS: dict[str, list[dict[str, object]]] = {
         {"taps": ("final",), "num_layers": 2, "block_size": 3, "mask_token_id": 7},
         {"taps": ("layer.1",), "num_layers": 3, "block_size": 5, "draft_vocab": EVEN},
     ],
+    "dspark": [
+        {"taps": THREE, "num_layers": 2, "markov_rank": 8},
+        {"taps": ("final",), "num_layers": 2, "block_size": 3, "confidence": False},
+        {"taps": ("layer.1",), "draft_vocab": EVEN},
+    ],
     "medusa": [
         {},
         {"num_heads": 2, "num_blocks": 3},
@@ -183,8 +188,11 @@ def test_gradients_reach_every_trained_tensor_and_no_frozen_one(
     draft = _shaken(_head(kind, change), tiny_target).train()
     batch = documents(draft.taps)
     steps = draft.unroll(batch, draft.max_draft_tokens or 3, batch.loss_mask, backend)
+    steps = list(steps)
     states = torch.cat([s.states for s in steps])
-    F.linear(states, draft.head_rows()).square().sum().backward()
+    said = F.linear(states, draft.head_rows()).square().sum()
+    said = said + sum(s.confidence.square().sum() for s in steps if s.confidence is not None)
+    said.backward()
     assert all(p.grad is not None and bool(p.grad.any()) for p in draft.parameters())
     assert all(p.grad is None for p in tiny_target.model.parameters())
 
@@ -218,7 +226,8 @@ def test_rows_are_the_supervised_ones(
         rows = chain[j].nonzero().squeeze(1)
         assert torch.equal(step.target_rows, rows + 1 + j)
         assert torch.equal(step.label_rows, rows + 2 + j)
-        assert step.states.shape == (len(rows), tiny_target.hidden_size)
+        assert step.states.shape == (len(rows), draft.head_rows().shape[1])
+        assert draft.frozen_rows().shape[1] == tiny_target.hidden_size
     light = replace(batch, features=batch.features[:, :0], final=batch.final[:, :0])
     for mask in (batch.loss_mask, torch.ones_like(batch.loss_mask)):
         yielded = list(draft.unroll(batch, 3, mask, backend))

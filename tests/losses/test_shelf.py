@@ -68,7 +68,8 @@ def test_file_imports_only_base(kind: str) -> None:
 
 @every_recipe
 def test_descent(kind: str) -> None:
-    """Following the gradient brings any loss down from where it starts, steadily."""
+    """Following the gradient brings any loss down from where it starts, steadily; a draft's confidence, where
+    a loss asks for it, is read off its states."""
     torch.manual_seed(1)
     states = torch.randn(23, 11, requires_grad=True)
     target, head = torch.randn(23, 11), torch.randn(53, 11)
@@ -77,7 +78,7 @@ def test_descent(kind: str) -> None:
     optimizer = torch.optim.SGD([states], lr=0.02)
     for _ in range(20):
         optimizer.zero_grad()
-        sums = compute(loss, states, target, labels, weights, head)
+        sums = compute(loss, states, target, labels, weights, head, confidence=states[:, 0])
         sums.loss.backward()
         optimizer.step()
         values.append(sums.loss.item())

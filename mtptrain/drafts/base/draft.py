@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from mtptrain.attention_backends.base import AttentionBackend, ForwardContext
@@ -61,6 +62,7 @@ class Draft(nn.Module):
     vocab: Tensor | None = None  # [Vd] target ids, ascending
     concat_order: tuple[str, ...] = ("embedding", "feature")  # what a row reads
     position_rule: str = "row t at unrolled step j sits at position t + j"
+    says_confidence: bool = False  # its unrolled steps guess how likely each row is accepted
 
     def unroll(
         self, batch: DraftBatch, steps: int, supervised: Tensor, backend: AttentionBackend
@@ -129,7 +131,18 @@ class Draft(nn.Module):
         """[Vd, H] trained rows in place of the frozen ones; None: it scores with the target's."""
         return None
 
+    def beside_head(self) -> Tensor | None:
+        """[Vd, r] trained columns beside those rows, which score the last r entries of states of H + r; None:
+        states have H."""
+        return None
+
     def head_rows(self) -> Tensor:
-        """[Vd, H] the rows that score this draft's states."""
+        """[Vd, W] the rows that score this draft's states."""
+        own, beside = self.own_head(), self.beside_head()
+        rows = self.frozen_rows() if own is None else own
+        return rows if beside is None else torch.cat([rows, beside], -1)
+
+    def tables(self) -> list[Tensor]:
+        """Trained tensors with a row for each token: to an optimiser they are no matrices."""
         own = self.own_head()
-        return self.frozen_rows() if own is None else own
+        return [] if own is None else [own]

@@ -14,7 +14,7 @@ from mtptrain.types import DraftBatch
 class UnrollStep:
     """Supervised rows of one unrolled step."""
 
-    states: Tensor  # [R, H] what the rows of `head_rows` score
+    states: Tensor  # [R, W] what the rows of `head_rows` score
     target_rows: Tensor  # [R] packed index of the token whose final feature is the target's state
     label_rows: Tensor  # [R] packed index of the predicted token
     confidence: Tensor | None = None  # [R] logit of the draft's own guess of each row's acceptance

@@ -3,11 +3,12 @@
 A vocabulary loss compares two softmaxes over V tokens. Kept whole, with autograd's copies, they
 would be by far the largest tensors of training. So a chunk of rows goes through the head, the
 closed-form gradient overwrites its logits block by block (a block's few copies stay in cache), goes
-back through the head at once, and only [R, H] a term remains for `backward` to scale. What a loss makes
+back through the head at once, and only [R, W] a term remains for `backward` to scale. What a loss makes
 of its terms' values, one number a row, is plain autograd. Rows without weight never reach the head;
 neighbours held against the same target row (unrolled steps) share its GEMM and softmax, as do losses
-that are added up. A draft may have a trained head of its own: what a row counts for is known only
-behind the last one, so its gradient is summed by walking the chunks once more on the way back.
+that are added up. A draft may have a trained head of its own, or trained columns beside the frozen one:
+what a row counts for is known only behind the last one, so their gradient is summed by walking the chunks
+once more on the way back.
 Given up: second derivatives, gradients to the frozen head or the target, and, with a trimmed
 vocabulary, the target's mass outside it: p is renormalised over the head's rows, which flatters
 `acceptance`.
@@ -16,6 +17,7 @@ vocabulary, the target's mass outside it: p is renormalised over the head's rows
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -40,10 +42,12 @@ def compute(
     chunk_rows: int = 512,
     temperature: float = 1.0,
     draft_head: Tensor | None = None,
+    beside: Tensor | None = None,
+    confidence: Tensor | None = None,
 ) -> LossSums:
-    """Weighted sums of a loss, differentiable in `draft_states` and `draft_head` only.
+    """Weighted sums of a loss, differentiable in `draft_states`, `draft_head`, `beside` and `confidence` only.
 
-    draft_states [R, H] are held against target_states [R, H], or against rows `target_rows` [R] of
+    draft_states [R, W] are held against target_states [R, H], or against rows `target_rows` [R] of
     target_states [T, H]. labels [R] are draft-vocabulary ids, -1 outside it. row_weights [R]: zero
     drops the row unseen. head_weight [Vd, H] is frozen; its dtype is that of the GEMMs whatever
     autocast says, all else is fp32. A chunk holds chunk_rows * Vd logits twice, and once more for each
@@ -51,19 +55,24 @@ def compute(
     steps concatenated along R (their total is R, else ValueError): every sum, and the means that a loss
     asks for, are then per step, [S]. `origins` [R] are equal for the steps of one drafted chain; without
     them every row is a chain of its own. `draft_head` [Vd, H] scores the draft's states in place of
-    `head_weight`; where it is trained, `backward` repeats the chunks' work.
+    `head_weight`, and `beside` [Vd, r] what states of W = H + r hold beyond their first H entries; where either
+    is trained, `backward` repeats the chunks' work. `confidence` [R] are logits of the draft's own guess of its
+    acceptance, for losses that ask for it.
     """
     parts = loss.summands()
     vocab = [part for _, part in parts if isinstance(part, VocabLoss)]
     labelled = any(part.needs_labels for part in vocab)
     weights = row_weights * (labels >= 0) if labelled else row_weights
     rows = _lay_out(weights, target_rows, step_rows, origins)
-    head = TwoHeads.of(head_weight, draft_head, temperature)
+    head = TwoHeads.of(head_weight, draft_head, beside, temperature)
     work = Work(vocab, head, rows, draft_states.detach(), target_states, labels, chunk_rows)
     with torch.autocast(draft_states.device.type, enabled=False):
         found = walk(work, draft_states.requires_grad)
-        values = _ClosedForm.apply(draft_states, draft_head, found.losses, found.grads, work)
-        losses = _add_up(parts, values, rows, draft_states, target_states)
+        own = (draft_states, draft_head, beside)
+        values = _ClosedForm.apply(*own, found.losses, found.grads, work)
+        sure = None if confidence is None else confidence[rows.kept].float()
+        seen = replace(rows, confidence=sure, acceptance=found.acceptance)
+        losses = _add_up(parts, values, seen, draft_states, target_states)
         sums = [rows.sums(x) for x in (losses, found.acceptance, found.agreement)]
     total, accepted, agreed = sums
     tensors = (total, rows.count, accepted, agreed)
@@ -85,7 +94,8 @@ def _add_up(
             total = total + weight * part.mix(own, rows)
         else:
             target = target_states[rows.targets].detach()
-            total = total + weight * part.rows(draft_states[rows.kept], target)
+            states = draft_states[rows.kept, : target.shape[1]]
+            total = total + weight * part.rows(states, target)
     return total
 
 
@@ -110,20 +120,21 @@ def _lay_out(
 
 
 class _ClosedForm(torch.autograd.Function):
-    """Hangs the gradients of states and of the draft's own head onto the terms' values [N, K]."""
+    """Hangs the gradients of states and of what scores them onto the terms' values [N, K]."""
 
     @staticmethod
     def forward(
         ctx: Any,
         draft_states: Tensor,
         draft_head: Tensor | None,
+        beside: Tensor | None,
         losses: Tensor,
         grads: Tensor,
         work: Work,
     ) -> Tensor:
         ctx.save_for_backward(grads)
         ctx.work = work
-        ctx.dtypes = draft_states.dtype, None if draft_head is None else draft_head.dtype
+        ctx.dtypes = [None if x is None else x.dtype for x in (draft_states, draft_head, beside)]
         return losses.clone()
 
     @staticmethod
@@ -132,11 +143,14 @@ class _ClosedForm(torch.autograd.Function):
         ctx: Any, *grad_outputs: Tensor
     ) -> tuple[Tensor | None, ...]:
         (factors,), (grads,), work = grad_outputs, ctx.saved_tensors, ctx.work
-        to_states = to_head = None
+        to_states = to_head = to_beside = None
+        hidden = work.head.weight.shape[1]
         if ctx.needs_input_grad[0]:
-            scaled = (grads * factors.unsqueeze(-1)).sum(0).to(ctx.dtypes[0])  # [K, H]
+            scaled = (grads * factors.unsqueeze(-1)).sum(0).to(ctx.dtypes[0])  # [K, W]
             to_states = scaled.new_zeros(work.draft_states.shape)
             to_states.index_copy_(0, work.rows.kept, scaled)
         if ctx.needs_input_grad[1]:
-            to_head = own_head_grad(work, factors).to(ctx.dtypes[1])
-        return to_states, to_head, None, None, None
+            to_head = own_head_grad(work, factors, slice(0, hidden)).to(ctx.dtypes[1])
+        if ctx.needs_input_grad[2]:
+            to_beside = own_head_grad(work, factors, slice(hidden, None)).to(ctx.dtypes[2])
+        return to_states, to_head, to_beside, None, None, None

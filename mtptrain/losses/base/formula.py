@@ -53,7 +53,8 @@ class VocabLoss(Loss):
     """A loss on the draft's distribution. Subclasses are frozen dataclasses of hyperparameters."""
 
     needs_labels: ClassVar[bool] = False  # True: a row labelled -1 gets weight 0 in every sum
-    num_terms: ClassVar[int] = 1
+    needs_confidence: ClassVar[bool] = False  # True: for drafts that say how sure they are
+    num_terms: ClassVar[int] = 1  # 0: it looks at what the rows hold and no closer
 
     @abstractmethod
     def terms(self, block: Block) -> tuple[Term, ...]:

@@ -23,6 +23,8 @@ class Rows:
     num_chains: int  # M
     share: Tensor  # [S, K] fp32, the weight of each row in each step's sums
     count: Tensor  # [S]
+    confidence: Tensor | None = None  # [K] logit of the draft's own guess of `acceptance`
+    acceptance: Tensor | None = None  # [K] sum_x min(p, q), where the vocabulary was looked at
 
     def sums(self, values: Tensor) -> Tensor:
         """[K] to [S]; elementwise, so that neither autocast nor TF32 rounds a sum."""

@@ -25,12 +25,30 @@ class TwoHeads:
 
     weight: Tensor  # [Vd, H]
     draft_weight: Tensor  # [Vd, H], `weight` itself unless the draft has a head of its own
+    beside: Tensor | None  # [Vd, r] what scores the last r entries of a draft's state of H + r
     temperature: float
 
     @classmethod
-    def of(cls, weight: Tensor, draft_head: Tensor | None, temperature: float) -> TwoHeads:
+    def of(
+        cls, weight: Tensor, draft_head: Tensor | None, beside: Tensor | None, temperature: float
+    ) -> TwoHeads:
         own = weight if draft_head is None else draft_head
-        return cls(weight.detach(), own.detach().to(weight.dtype), temperature)
+        beside = None if beside is None else beside.detach().to(weight.dtype)
+        return cls(weight.detach(), own.detach().to(weight.dtype), beside, temperature)
+
+    def draft_logits(self, states: Tensor, buffer: Tensor) -> None:
+        """[C, W] to the first C rows of `buffer`, as `logits`."""
+        hidden = self.weight.shape[1]
+        out = self.logits(self.draft_weight, states[:, :hidden], buffer)
+        if self.beside is not None:
+            out.addmm_(states[:, hidden:].to(out.dtype), self.beside.T)
+
+    def back(self, grad_logits: Tensor, grads: Tensor) -> None:
+        """[C, Vd] back to the states' gradients, into `grads` [C, W]."""
+        hidden = self.weight.shape[1]
+        grads[:, :hidden] = grad_logits @ self.draft_weight
+        if self.beside is not None:
+            grads[:, hidden:] = grad_logits @ self.beside
 
     def logits(self, weight: Tensor, states: Tensor, buffer: Tensor) -> Tensor:
         """[C, H] to the first C rows of `buffer` [>= C, Vd]; the temperature comes in `softmax`."""
@@ -51,7 +69,7 @@ class Found:
     """What N terms gave on K kept rows, before weights and mixing; fp32."""
 
     losses: Tensor  # [N, K]
-    grads: Tensor  # [N, K, H] d loss / d draft states; [N, K, 0] where those need none
+    grads: Tensor  # [N, K, W] d loss / d draft states; [N, K, 0] where those need none
     acceptance: Tensor  # [K]
     agreement: Tensor  # [K]
 
@@ -78,13 +96,13 @@ class Work:
     losses: Sequence[VocabLoss]
     head: TwoHeads
     rows: Rows
-    draft_states: Tensor  # [R, H]
+    draft_states: Tensor  # [R, W]
     target_states: Tensor  # [T, H]
     labels: Tensor  # [R]
     chunk_rows: int
 
     def nothing_found(self, width: int) -> Found:
-        """Zeros, to be filled; `width` is H, or 0 where nobody asks for the states' gradients."""
+        """Zeros, to be filled; `width` is W, or 0 where nobody asks for the states' gradients."""
         terms, kept = sum(loss.num_terms for loss in self.losses), len(self.rows.kept)
         shapes = (terms, kept), (terms, kept, width), (kept,), (kept,)
         return Found(*(self.rows.share.new_zeros(shape) for shape in shapes))
@@ -93,21 +111,24 @@ class Work:
 @torch.no_grad()
 def walk(work: Work, needs_grads: bool) -> Found:
     """All kept rows; the head stays unused without losses."""
-    found = work.nothing_found(work.head.weight.shape[1] if needs_grads else 0)
+    found = work.nothing_found(work.draft_states.shape[1] if needs_grads else 0)
     for part, grad_logits in _chunks(work, found):
-        for grads, of_term in zip(found.at(part).grads, grad_logits, strict=True):
-            grads.copy_(of_term @ work.head.draft_weight[:, : grads.shape[1]])
+        if needs_grads:
+            for grads, of_term in zip(found.at(part).grads, grad_logits, strict=True):
+                work.head.back(of_term, grads)
     if work.head.temperature != 1.0:
         found.grads.div_(work.head.temperature)
     return found
 
 
 @torch.no_grad()
-def own_head_grad(work: Work, factors: Tensor) -> Tensor:
-    """Gradient of the draft's own head, [Vd, H] fp32, where value [n, k] counts `factors` [N, K]."""
-    total = torch.zeros_like(work.head.draft_weight, dtype=torch.float32)
+def own_head_grad(work: Work, factors: Tensor, columns: slice) -> Tensor:
+    """Gradient of what scores some columns [w] of the draft's states, [Vd, w] fp32, where value [n, k] counts
+    `factors` [N, K]."""
+    read = work.draft_states[:, columns]
+    total = read.new_zeros(len(work.head.weight), read.shape[1], dtype=torch.float32)
     for part, grad_logits in _chunks(work, work.nothing_found(0)):
-        states = work.draft_states[work.rows.kept[part]]
+        states = read[work.rows.kept[part]]
         for factor, of_term in zip(factors[:, part], grad_logits, strict=True):
             total += of_term.T @ (factor.unsqueeze(1) * states).to(of_term.dtype)
     return total.div_(work.head.temperature)
@@ -117,18 +138,18 @@ def _chunks(work: Work, found: Found) -> Iterator[tuple[slice, Tensor]]:
     """Each chunk of the kept rows and the gradients of its terms in the draft's logits, [N, C, Vd], before the
     temperature; fills in the rows' values. Buffers are allocated once: a chunk is gone when the next comes."""
     rows, head = work.rows, work.head
-    terms, kept = found.losses.shape
-    high = min(work.chunk_rows, kept) if terms else 0
+    terms, kept = len(found.losses), len(rows.kept) if work.losses else 0
+    high = min(work.chunk_rows, kept)
     target_buffer = head.weight.new_empty(high, len(head.weight))
-    term_buffers = head.weight.new_empty(terms, high, len(head.weight))
-    for part in _slices(kept if terms else 0, work.chunk_rows):
+    term_buffers = head.weight.new_empty(max(terms, 1), high, len(head.weight))
+    for part in _slices(kept, work.chunk_rows):
         index = rows.kept[part]
         once, back = rows.targets[part].unique_consecutive(return_inverse=True)
         head.logits(head.weight, work.target_states[once], target_buffer)
-        head.logits(head.draft_weight, work.draft_states[index], term_buffers[0])
+        head.draft_logits(work.draft_states[index], term_buffers[0])
         buffers = term_buffers[:, : len(index)]
         _chunk(work, target_buffer, back, work.labels[index], buffers, found.at(part))
-        yield part, buffers
+        yield part, buffers[:terms]
 
 
 def _chunk(
@@ -146,7 +167,7 @@ def _chunk(
     for cut in _slices(len(back), _block_rows(work.head.weight)):
         block = _compare(work.head, target_logits, back[cut], term_buffers[0, cut], labels[cut])
         terms = [term for loss in work.losses for term in loss.terms(block)]
-        _fill(terms, block, term_buffers[:, cut], found.at(cut))
+        _fill(terms, block, term_buffers[: len(terms), cut], found.at(cut))
 
 
 def _compare(
