@@ -14,6 +14,7 @@ from mtptrain.types import UserError
 MOST = 10**12  # of anything that is counted
 RANGES: dict[str, tuple[float, float]] = {
     "num_draft_tokens": (1, 1024),
+    "min_confidence": (0, 1),
     "tree.nodes": (1, 1024),
     "tree.top_k": (1, 64),
     "temperature": (0, 1000),
@@ -34,6 +35,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "train.epochs": (1, MOST),
     "train.max_steps": (1, MOST),
     "train.max_minutes": (1e-9, 1e9),
+    "train.anchors": (0, MOST),
     "train.batch_tokens": (1, MOST),
     "train.accumulate": (1, MOST),
     "train.learning_rate": (0, 1e30),

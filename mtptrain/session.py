@@ -96,6 +96,7 @@ class Session(Inputs):
             pages,
             num_draft_tokens,
             self.tree,
+            float(self.config.min_confidence),
         )
 
     def engine(
@@ -147,7 +148,7 @@ class Session(Inputs):
     def validate_key(self) -> str:
         c = self.config
         parts = (self.eval_prompts, c.num_draft_tokens, c.temperature, c.batch_size, c.validate)
-        return fingerprint("validate", self.draft_key, *parts, self.tree)
+        return fingerprint("validate", self.draft_key, *parts, self.tree, c.min_confidence)
 
     def store_identity(self) -> StoreIdentity:
         key = self.answers_key[:16]

@@ -158,6 +158,8 @@ class DraftBatch:
     final: Tensor  # [T, H] float32, output of the target's final norm (the teacher's state)
     loss_mask: Tensor  # [T] bool
     cu_seqlens: Tensor  # [B + 1] int64, document borders
+    depths: Tensor | None = None  # [T] int64, how many tokens each row drafts; None: all it can
 
     def to(self, device: torch.device) -> DraftBatch:
-        return DraftBatch(*(getattr(self, name).to(device) for name in self.__dataclass_fields__))
+        held = (getattr(self, name) for name in self.__dataclass_fields__)
+        return DraftBatch(*(None if x is None else x.to(device) for x in held))

@@ -29,7 +29,7 @@ from mtptrain.attention_backends.base import AttentionBackend
 from mtptrain.attention_backends.sdpa import SdpaBackend
 from mtptrain.chat import Chat
 from mtptrain.drafts.base import Draft, HeadConfig
-from mtptrain.losses.base import VocabLoss
+from mtptrain.losses.base import Loss
 from mtptrain.losses.kl import KL
 from mtptrain.runtime.engine import Engine
 from mtptrain.runtime.scheduler import EngineLimits
@@ -212,10 +212,10 @@ def fit_head(
     done: dict[object, Draft] = {}
 
     def fit(
-        config: HeadConfig, loss: VocabLoss = LOSS, only: slice = slice(None), **changes: Any
+        config: HeadConfig, loss: Loss = LOSS, only: slice = slice(None), **changes: Any
     ) -> Draft:
         how = replace(settings, **changes)
-        key = (config, loss, str(only), how)
+        key = (config, repr(loss), str(only), how)
         if key not in done:
             documents = [_document(c, config.taps) for c in answers[only]]
             done[key] = _fit(config.build(tiny_target), loss, documents, how, backend)
@@ -226,7 +226,7 @@ def fit_head(
 
 def _fit(
     draft: Draft,
-    loss: VocabLoss,
+    loss: Loss,
     documents: list[tuple[Tensor, Tensor, Tensor, Tensor]],
     settings: TrainSettings,
     backend: AttentionBackend,

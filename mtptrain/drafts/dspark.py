@@ -4,9 +4,10 @@ The backbone is DFlash's (see `base.block`), but slot k guesses the token behind
 the first. What the block cannot know, which token was drafted before, is added cheaply: the logits of slot k are
 those of the frozen head + W2 W1[x_k], x_k the token before, over the vocabulary at low rank; drawing goes on
 token by token, without attention. A linear map of [state ; W1[x_k]] guesses the chance that the token holds
-(DSpark, arXiv 2607.05147; train it with loss=dspark). A chain ends before its tokens' chances together fall below
-`min_confidence`: what decides on a token is known before it is drawn, so the law stays the target's. W1 starts
-at zero, so a token that training never saw corrects nothing. It gives up the gated and recurrent corrections.
+(DSpark, arXiv 2607.05147; train it with loss=dspark). With `min_confidence` the runtime ends a chain
+before its tokens' chances together fall below that: they are known before the token is drawn, so the law stays
+the target's. W1 starts at zero, so a token that training never saw corrects nothing. It gives up the gated and
+recurrent corrections.
 """
 
 from __future__ import annotations
@@ -31,18 +32,11 @@ class DSparkConfig(BlockConfig):
     block_size: int = 4
     markov_rank: int = 64
     confidence: bool = True
-    min_confidence: float = 0.0  # of a whole chain; 0: every chain is as long as asked for
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if not 1 <= self.markov_rank <= MOST_RANK:
             raise UserError(f"draft.markov_rank={self.markov_rank} must lie in 1 to {MOST_RANK}")
-        if not 0 <= self.min_confidence < 1:
-            raise UserError(f"draft.min_confidence={self.min_confidence} must lie in 0 to below 1")
-        if self.min_confidence and not self.confidence:
-            raise UserError(
-                f"draft.min_confidence={self.min_confidence} needs draft.confidence=true"
-            )
 
     def build(self, target: Target) -> DSpark:
         return DSpark(self, target)
@@ -85,10 +79,3 @@ class DSpark(BlockHead):
 
     def correction(self, previous: Tensor) -> Tensor:
         return self.markov_out(self.markov_in(previous))
-
-    def chain_lengths(self, states: Tensor, previous: Tensor) -> list[int]:
-        _, logits = self.step_of(states, previous)
-        if logits is None or not self.config.min_confidence:
-            return super().chain_lengths(states, previous)
-        together = logits.float().sigmoid().cumprod(1)
-        return (together >= self.config.min_confidence).sum(1).tolist()

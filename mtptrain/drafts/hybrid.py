@@ -71,7 +71,7 @@ class Hybrid(Draft):
         self.lookup, self.head = lookup, head
         self.taps, self.num_kv_layers = head.taps, head.num_kv_layers
         self.shares_prefix = lookup.shares_prefix and head.shares_prefix
-        self.vocab = head.vocab
+        self.vocab, self.says_confidence = head.vocab, head.says_confidence
 
     def unroll(
         self, batch: DraftBatch, steps: int, supervised: Tensor, backend: AttentionBackend
@@ -133,7 +133,9 @@ def _merged(found: Proposal, drafted: Proposal, places: Sequence[int]) -> Propos
     """`found`, with the drafted chains at their places; a found token was certain, a drafted one has its law."""
     chains = list(found.token_ids)
     laws: list[Tensor | None] = [None] * len(chains)
+    sure: list[Tensor | None] = [None] * len(chains)
     for k, place in enumerate(places):
         chains[place] = drafted.token_ids[k]
         laws[place] = None if drafted.probs is None else drafted.probs[k]
-    return Proposal(tuple(chains), laws, drafted.vocab)
+        sure[place] = None if drafted.confidence is None else drafted.confidence[k]
+    return Proposal(tuple(chains), laws, drafted.vocab, confidence=sure)

@@ -66,6 +66,11 @@ class Engine:
             )
         if draft is not None:
             limits.tree.require(draft.config)
+        if draft is not None and limits.min_confidence and not draft.says_confidence:
+            raise UserError(
+                f"min_confidence={limits.min_confidence:g} needs a draft that says how sure it is; use draft=dspark "
+                "or min_confidence=0"
+            )
         self.target, self.draft, self.limits, self.eos_ids = target, draft, limits, eos_ids
         self.capture = bool(capture_taps)
         self.runner = ModelRunner(
@@ -189,6 +194,7 @@ class Engine:
         drawing = Drawing(sequences[0].params, [s.generator for s in sequences])
         if tree.kind is None:
             proposal = self.draft.propose(rows, depth, drawing)
+            proposal = proposal.cut(self.limits.min_confidence)
         else:
             drawn = tree.drawn and drawing.params.temperature > 0
             proposal = propose_tree(self.draft, rows, tree, depth, drawing if drawn else None)

@@ -32,6 +32,7 @@ class EngineLimits:
     num_pages: int = 4096
     num_draft_tokens: int = 0
     tree: TreeShape = TreeShape()
+    min_confidence: float = 0.0  # below which chance of a whole chain no more of it is proposed
 
     @property
     def draft_rows(self) -> int:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from hidden_state_cache import FeatureStore, StoredSample
 from mtptrain.launch import ALONE, Ranks
+from mtptrain.train.anchors import Anchors
 from mtptrain.types import DraftBatch, UserError
 from mtptrain.validate.simulated import pack
 
@@ -76,6 +77,7 @@ class Share:
 
 
 UNSHARED = Share()
+ALL_ROWS = Anchors()
 
 
 class PlannedBatches:
@@ -91,8 +93,10 @@ class PlannedBatches:
         start: int,
         share: Share,
         steps: int | None = None,
+        anchors: Anchors = ALL_ROWS,
     ) -> None:
         self.store, self.columns, self.start, self.share = store, columns, start, share
+        self.anchors = anchors
         missing = -len(plan) % share.batches  # the last step is filled up from the first ones
         self.plan = plan + [plan[i % len(plan)] for i in range(missing)]
         self.steps = len(self.plan) // share.batches if steps is None else steps
@@ -103,7 +107,7 @@ class PlannedBatches:
     def __iter__(self) -> Iterator[DraftBatch]:
         ranks, size = self.share.ranks, self.share.batches
         for number in range(self.start * size + ranks.rank, self.steps * size, ranks.world):
-            yield self.batch(self._documents(number))
+            yield self.anchors.of(self.batch(self._documents(number)), number)
 
     def _documents(self, number: int) -> list[int]:
         return self.plan[number % len(self.plan)]
@@ -112,7 +116,8 @@ class PlannedBatches:
         """Every rank's batches of one step, without features: what there is to count."""
         first = step * self.share.batches
         numbers = range(first, first + self.share.batches)
-        return [self._light(self._documents(number)) for number in numbers]
+        light = (self._light(self._documents(number)) for number in numbers)
+        return [self.anchors.of(*x) for x in zip(light, numbers, strict=True)]
 
     def _light(self, documents: list[int]) -> DraftBatch:
         tokens = [self.store.tokens(i) for i in documents]
@@ -148,6 +153,7 @@ class StoreData(L.LightningDataModule):
         start: int = 0,
         share: Share = UNSHARED,
         steps: int | None = None,
+        anchors: Anchors = ALL_ROWS,
     ) -> None:
         """`steps`: so many, through as many epochs as they take; None: those of `epochs`."""
         super().__init__()
@@ -161,7 +167,7 @@ class StoreData(L.LightningDataModule):
         plan = plan_batches([store.lengths[i] for i in mine], batch_tokens, epochs, seed)
         columns = TapColumns.of(store, taps)
         named = [[mine[i] for i in batch] for batch in plan]
-        self.batches = PlannedBatches(store, columns, named, start, share, steps)
+        self.batches = PlannedBatches(store, columns, named, start, share, steps, anchors)
         self.held_out = sorted(kept_out)
 
     def train_dataloader(self) -> PlannedBatches:

@@ -25,6 +25,7 @@ from mtptrain.drafts.base import Draft, HeadConfig
 from mtptrain.launch import ALONE, Ranks
 from mtptrain.losses.base import Loss, VocabLoss
 from mtptrain.targets.base import Target
+from mtptrain.train.anchors import Anchors
 from mtptrain.train.callbacks import (
     HeldOutCurve,
     LogSteps,
@@ -100,6 +101,7 @@ def fit_draft(
         start=begun,
         share=Share(ranks, settings.accumulate),
         steps=settings.max_steps or (ENDLESS if settings.max_minutes else None),
+        anchors=Anchors(settings.anchors, settings.supervise == "all", seed),
     )
     steps = data.batches.steps
     scoring = _scoring(draft, target, weights, settings.scored_tokens, seed)

@@ -57,6 +57,7 @@ class TrainSettings:
         0.0  # half the width of uniform noise on the features that the draft reads
     )
     average: Literal["rows", "samples"] = "rows"  # what weighs the same in a step's loss
+    anchors: int = 0  # rows of a document that draft in one step, drawn anew each time; 0: all
     max_steps: int | None = None  # so many in place of the epochs' own
     max_minutes: float | None = (
         None  # of training, in place of the epochs; the schedule follows the clock

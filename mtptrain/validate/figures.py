@@ -17,7 +17,8 @@ SCHEMA = 1
 class Sampling:
     """How the run drew its tokens; `tree` names the token tree, None is a chain.
 
-    The last six are those of `SamplingParams` and mean nothing to a greedy run.
+    top_k to typical_alpha are those of `SamplingParams` and mean nothing to a greedy run; min_confidence is that of
+    `EngineLimits`.
     """
 
     temperature: float
@@ -31,6 +32,7 @@ class Sampling:
     block_verify: bool = False
     typical_threshold: float = 0.0
     typical_alpha: float = 0.3
+    min_confidence: float = 0.0
 
     @property
     def lossless(self) -> bool:

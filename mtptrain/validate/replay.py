@@ -109,7 +109,7 @@ def replay(
         raise UserError(f"batch_size={batch_size} must be at least 1")
     greedy = settings.sampling(0, seed)
     alone = engine(batch_size, capture_taps=draft.taps)
-    tree = alone.limits.tree
+    tree, least = alone.limits.tree, alone.limits.min_confidence
     plain = _plain(alone, conversations, chat, greedy)
     requests = [c.request for c in plain]
 
@@ -125,6 +125,7 @@ def replay(
             *(at, num_draft_tokens, tree.name, seed, batch_size, *how),
             typical_threshold=params.typical_threshold,
             typical_alpha=params.typical_alpha,
+            min_confidence=least,
         )
         speed = _speed(alone.times, runner.times)
         return measured_run(measured, sampling, speed), done

@@ -134,6 +134,7 @@ def setting(sampling: Sampling) -> str:
     """How tokens were proposed and drawn, in a few words."""
     shape = "chain" if sampling.tree is None else f"tree {sampling.tree}"
     parts = [f"{shape} D={sampling.num_draft_tokens}", f"T={sampling.temperature:g}"]
+    parts += [f"min-confidence {sampling.min_confidence:g}"] if sampling.min_confidence else []
     if sampling.temperature:
         parts += [f"top-k {sampling.top_k}"] if sampling.top_k else []
         parts += [f"top-p {sampling.top_p:g}"] if sampling.top_p < 1 else []

@@ -17,12 +17,18 @@ from mtptrain.attention_backends.base import AttentionBackend, ForwardContext
 from mtptrain.capture import capture_pass
 from mtptrain.chat import Chat
 from mtptrain.drafts.base import Draft, DraftConfig, HeadConfig, Proposal
+from mtptrain.drafts.dflash import DFlashConfig
+from mtptrain.drafts.dspark import DSparkConfig
 from mtptrain.drafts.eagle3 import Eagle3Config
 from mtptrain.drafts.hybrid import Hybrid, HybridConfig
 from mtptrain.drafts.medusa import MedusaConfig
 from mtptrain.drafts.mtp import MTPConfig
 from mtptrain.drafts.ngram import NgramConfig
 from mtptrain.drafts.suffix import SuffixConfig
+from mtptrain.losses.base import Loss
+from mtptrain.losses.confidence import Confidence
+from mtptrain.losses.kl import KL
+from mtptrain.losses.weighted_sum import WeightedSum
 from mtptrain.runtime.engine import Engine
 from mtptrain.runtime.kv_pages import PageBook
 from mtptrain.runtime.model_runner import ModelRunner
@@ -36,6 +42,9 @@ NEW = 24
 GREEDY = SamplingParams(max_new_tokens=NEW)
 ROOMY = EngineLimits()
 TIGHT = EngineLimits(max_batch=3, max_prefill_tokens=7, page_size=4, num_pages=75)
+
+
+TWO = ("layer.1", "layer.2")
 
 
 @dataclass(frozen=True)
@@ -54,6 +63,12 @@ CASES = {
     "reduced vocabulary": Case(MTPConfig(draft_vocab=tuple(range(0, 512, 2))), 3),
     "a head of its own": Case(Eagle3Config(taps=("layer.1", "layer.2"), head="own"), 4),
     "heads that read no draft": Case(MedusaConfig(num_heads=3), 3),
+    "a block": Case(DFlashConfig(taps=TWO, num_layers=2), 4),
+    "a shorter block": Case(DFlashConfig(taps=TWO, num_layers=2), 1),
+    "a corrected block": Case(DSparkConfig(taps=TWO, num_layers=2, confidence=False), 4),
+    "a corrected block of a reduced vocabulary": Case(
+        DSparkConfig(taps=TWO, num_layers=2, draft_vocab=tuple(range(0, 512, 2))), 3
+    ),
     "prompt lookup": Case(NgramConfig(), 4),
     "static tree": Case(MTPConfig(), 5, TreeShape("static")),
     "dynamic tree": Case(MTPConfig(), 4, TreeShape("dynamic", 40, 5)),
@@ -76,6 +91,8 @@ LOOKUPS = (NgramConfig, SuffixConfig)
 FIXED = (  # drafts that learn nothing from other requests
     "shared module",
     "three modules",
+    "a block",
+    "a corrected block",
     "prompt lookup",
     "suffix alone",
     "hybrid of three modules",
@@ -499,6 +516,7 @@ SAMPLED = {
     "shared module": Case(MTPConfig(), 2),
     "reduced vocabulary": Case(MTPConfig(draft_vocab=(1, 2, 4)), 2),
     "two modules": Case(MTPConfig(depth=2), 2),
+    "a block": Case(DFlashConfig(num_layers=1, block_size=3), 2),
     "prompt lookup": Case(NgramConfig(min_ngram=1), 2),
     "suffix": Case(ONCE, 2),
     "hybrid": Case(HybridConfig(ONCE, MTPConfig(draft_vocab=(1, 2, 4)), 0.9), 2),
@@ -527,21 +545,75 @@ def test_sampled_speculation_has_the_targets_law(
     """Of 3,000 answers at T=1, tokens one and two and tokens two and three together pass a chi-square test
     against the target's exact law, whichever way they are verified."""
     case = SAMPLED[name]
-    requests = [Request(str(i), "all", PROMPT) for i in range(3000)]
-    params = SamplingParams(1.0, max_new_tokens=3, seed=1, block_verify=block_verify)
     limits = EngineLimits(max_batch=512)
     if case:
         limits = replace(limits, num_draft_tokens=case.num_draft_tokens, tree=case.tree)
     draft = case.config.build(small_target) if case else None
-    engine = Engine(small_target, backend, limits, frozenset(), draft)
+    done = _three_tokens(Engine(small_target, backend, limits, frozenset(), draft), block_verify)
+    if case is not None:
+        assert 0.1 < np.mean([p.accepted for c in done for p in c.passes]) < 1.9
+
+
+def _three_tokens(engine: Engine, block_verify: bool) -> list[Completion]:
+    """3,000 sampled answers of three tokens, whose law is the target's."""
+    requests = [Request(str(i), "all", PROMPT) for i in range(3000)]
+    params = SamplingParams(1.0, max_new_tokens=3, seed=1, block_verify=block_verify)
     done = engine.generate(requests, params)
-    law = _exact_law(small_target, backend)
+    law = _exact_law(engine.target, engine.runner.backend)
     counts = np.zeros(law.shape)
     np.add.at(counts, tuple(np.array(_tokens(done)).T), 1)
     assert _pvalue(counts.sum(2), law.sum(2)) > 1e-3
     assert _pvalue(counts.sum(0), law.sum(0)) > 1e-3
-    if case is not None:
-        assert 0.1 < np.mean([p.accepted for c in done for p in c.passes]) < 1.9
+    return done
+
+
+@pytest.mark.parametrize("block_verify", [False, True])
+@pytest.mark.parametrize("least", [0.0, 0.05])
+def test_corrected_and_cut_chains_have_the_targets_law(
+    small_target: Target, backend: AttentionBackend, least: float, block_verify: bool
+) -> None:
+    """The same where every guess depends on the token drawn before it, and where chains end by a confidence that
+    depends on it too: none, one and two tokens are proposed side by side."""
+    torch.manual_seed(4)
+    draft = DSparkConfig(num_layers=1, block_size=2, markov_rank=3).build(small_target)
+    with torch.no_grad():
+        for p in draft.parameters():
+            p.add_(torch.randn_like(p))
+    limits = EngineLimits(max_batch=512, num_draft_tokens=2, min_confidence=least)
+    done = _three_tokens(Engine(small_target, backend, limits, frozenset(), draft), block_verify)
+    lengths = {p.proposed for c in done for p in c.passes}
+    alone = sum(c.decode_steps - len(c.passes) for c in done)
+    assert lengths == ({1, 2} if least else {2}) and (alone > 0) == (least > 0)
+    assert 0.1 < np.mean([p.accepted for c in done for p in c.passes])
+
+
+@pytest.mark.parametrize("limits", [EngineLimits(max_batch=1), EngineLimits(max_batch=8), TIGHT])
+def test_chains_cut_by_confidence_change_no_token(
+    tiny_target: Target,
+    tiny_chat: Chat,
+    backend: AttentionBackend,
+    fit_head: Callable[..., Draft],
+    requests: list[Request],
+    reference: list[tuple[int, ...]],
+    limits: EngineLimits,
+) -> None:
+    """Greedy tokens are the target's, passes do not depend on the batch, chains of several lengths occur, and
+    what is left out would more often have been refused."""
+    parts: dict[str, Loss] = {"kl": KL(), "confidence": Confidence()}
+    loss = WeightedSum(parts, dict.fromkeys(parts, 1.0))
+    draft = fit_head(DSparkConfig(taps=TWO, num_layers=2), loss, unroll_steps=4)
+
+    def answer(limits: EngineLimits, least: float) -> list[Completion]:
+        limits = replace(limits, num_draft_tokens=4, min_confidence=least)
+        engine = Engine(tiny_target, backend, limits, tiny_chat.eos_ids, draft)
+        return engine.generate(requests[:12], GREEDY)
+
+    whole, cut = answer(ROOMY, 0.0), answer(limits, 0.2)
+    assert _tokens(cut) == _tokens(whole) == reference[:12]
+    assert [c.passes for c in cut] == [c.passes for c in answer(ROOMY, 0.2)]
+    rates = [measure_acceptance(x, 4).acceptance_rate for x in (whole, cut)]
+    assert len({p.proposed for c in cut for p in c.passes}) > 1
+    assert rates[0] is not None and rates[1] is not None and rates[1] > 1.5 * rates[0]
 
 
 TYPICAL = {
@@ -574,6 +646,16 @@ def test_typical_acceptance_accepts_more_and_only_above_temperature_0(
 
 
 # ---- what is refused -------------------------------------------------------------------------------------
+
+
+def test_a_confidence_that_nobody_states_is_the_users_error(
+    tiny_target: Target, backend: AttentionBackend
+) -> None:
+    """A draft without confidence cannot end its chains by it; the message says which can."""
+    limits = EngineLimits(num_draft_tokens=2, min_confidence=0.3)
+    for config in (NgramConfig(), MTPConfig(), DSparkConfig(confidence=False)):
+        with pytest.raises(UserError, match="min_confidence=0.3 needs .*; use draft=dspark or"):
+            Engine(tiny_target, backend, limits, frozenset(), config.build(tiny_target))
 
 
 def test_more_drafted_tokens_than_modules_is_the_users_error(

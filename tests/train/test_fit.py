@@ -15,6 +15,8 @@ from torch import Tensor
 from hidden_state_cache import FeatureStore
 from mtptrain.attention_backends.base import AttentionBackend
 from mtptrain.drafts.base import HeadConfig
+from mtptrain.drafts.dflash import DFlashConfig
+from mtptrain.drafts.dspark import DSparkConfig
 from mtptrain.drafts.eagle3 import Eagle3Config
 from mtptrain.drafts.medusa import MedusaConfig
 from mtptrain.drafts.mtp import MTPConfig
@@ -31,6 +33,10 @@ from mtptrain.validate.simulated import simulate
 
 CURVE = "held_out/simulated_acceptance_length"
 CONFIG = MTPConfig(taps=("layer.1", "final"), draft_vocab_size=200)
+BLOCK = DFlashConfig(taps=("layer.1", "layer.2"), num_layers=2, block_size=4)
+CORRECTED = DSparkConfig(
+    taps=("layer.1",), num_layers=2, block_size=3, draft_vocab_size=200, confidence=False
+)
 OWN_HEAD = Eagle3Config(taps=("layer.1", "layer.2"), draft_vocab_size=200, head="own")
 
 
@@ -141,6 +147,8 @@ def test_killed_behind_the_last_checkpoint(fit: Callable[..., TrainResult], tmp_
         {"feature_noise": 0.2, "average": "samples"},
         {"config": OWN_HEAD, "optimizer": "muon", "scored_tokens": 64},
         {"config": MedusaConfig(num_heads=3)},
+        {"config": BLOCK, "anchors": 5, "accumulate": 2, "checkpoint_every": 3},
+        {"config": CORRECTED, "optimizer": "muon", "scored_tokens": 64},
     ],
 )
 def test_every_choice_resumes(
@@ -169,6 +177,11 @@ def test_every_choice_resumes(
             "train.unroll_steps=3 leaves 2 of the draft's 5 steps untrained",
         ),
         (OWN_HEAD, SmoothL1(), "loss=SmoothL1 compares features and trains no head"),
+        (
+            replace(CORRECTED, confidence=True),
+            KL(),
+            "loss=KL leaves the draft's confidence untrained; use loss=dspark or draft.confidence=",
+        ),
     ],
 )
 def test_what_would_stay_untrained_is_refused_at_the_start(

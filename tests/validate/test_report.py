@@ -48,7 +48,7 @@ REPORT_KEYS = (
 )
 NESTED_KEYS = {
     "sampling": "temperature num_draft_tokens tree seed batch_size top_k top_p min_p block_verify "
-    "typical_threshold typical_alpha",
+    "typical_threshold typical_alpha min_confidence",
     "acceptance_length": "value ci95 per_request_mean by_category",
     "lossless": "checked_tokens mismatches",
     "speed": "plain_tokens_per_s speculative_tokens_per_s speedup draft_share",

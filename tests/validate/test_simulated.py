@@ -11,6 +11,8 @@ import torch
 
 from mtptrain.attention_backends.base import AttentionBackend
 from mtptrain.drafts.base import Draft
+from mtptrain.drafts.dflash import DFlashConfig
+from mtptrain.drafts.dspark import DSparkConfig
 from mtptrain.drafts.eagle3 import Eagle3Config
 from mtptrain.drafts.medusa import MedusaConfig
 from mtptrain.drafts.mtp import MTPConfig
@@ -35,6 +37,8 @@ HEADS = {
         Eagle3Config(taps=("layer.1", "layer.2", "final_prenorm"), head="own"),
         3,
     ),
+    "a block": (DFlashConfig(taps=("layer.1", "layer.2"), num_layers=2), 3),
+    "a corrected block": (DSparkConfig(taps=("layer.2",), num_layers=2, confidence=False), 3),
     "heads that read no draft": (MedusaConfig(taps=("layer.1",), num_heads=3, num_blocks=2), 3),
 }
 

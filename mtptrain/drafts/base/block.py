@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -94,17 +94,13 @@ class BlockHead(Head):
     # ---- what a mechanism adds ----------------------------------------------------------------------------
 
     def step_of(self, states: Tensor, previous: Tensor) -> tuple[Tensor, Tensor | None]:
-        """What `head_rows` score of the states [R, H] behind the tokens `previous` [R], and, where it says so,
-        the logit of each row's chance to be accepted, [R]."""
+        """What `head_rows` score of the states [..., H] behind the tokens `previous` [...], and, where it says so,
+        the logit of the chance that each next token holds, [...]."""
         return states, None
 
     def correction(self, previous: Tensor) -> Tensor | None:
         """What the tokens before, [B], add to the logits of their next ones, [B, Vd]; None: nothing."""
         return None
-
-    def chain_lengths(self, states: Tensor, previous: Tensor) -> list[int]:
-        """How many tokens of each chain to propose; states [B, D, H] and the token before each, [B, D]."""
-        return [states.shape[1]] * len(states)
 
     # ---- both sides ---------------------------------------------------------------------------------------
 
@@ -204,6 +200,6 @@ class BlockHead(Head):
             added = self.correction(said[-1])
             drawn.append(draw(logits[:, k] if added is None else logits[:, k] + added))
             said.append(torch.tensor(self.target_ids(drawn[-1].token), device=on))
-        before, chains = torch.stack(said[:-1], 1), torch.stack(said[1:], 1).tolist()
-        lengths = self.chain_lengths(states, before)
-        return proposal_of([x[:n] for x, n in zip(chains, lengths, strict=True)], drawn, self)
+        proposal = proposal_of(torch.stack(said[1:], 1).tolist(), drawn, self)
+        _, sure = self.step_of(states, torch.stack(said[:-1], 1))
+        return proposal if sure is None else replace(proposal, confidence=sure.float().sigmoid())

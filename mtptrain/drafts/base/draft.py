@@ -62,7 +62,9 @@ class Draft(nn.Module):
     vocab: Tensor | None = None  # [Vd] target ids, ascending
     concat_order: tuple[str, ...] = ("embedding", "feature")  # what a row reads
     position_rule: str = "row t at unrolled step j sits at position t + j"
-    says_confidence: bool = False  # its unrolled steps guess how likely each row is accepted
+    says_confidence: bool = (
+        False  # its unrolled steps and proposals guess how likely each token holds
+    )
 
     def unroll(
         self, batch: DraftBatch, steps: int, supervised: Tensor, backend: AttentionBackend

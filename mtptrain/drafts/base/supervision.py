@@ -21,9 +21,12 @@ class UnrollStep:
 
 
 def answer_chain(batch: DraftBatch, steps: int, supervised: Tensor) -> Tensor:
-    """`supervised_chain` of the first step; later ones are for answer rows alone, [steps, T] bool."""
+    """`supervised_chain` of the first step; later ones are for answer rows alone, [steps, T] bool. No row drafts
+    more tokens than the batch's `depths` say."""
     chain = supervised_chain(supervised, batch.cu_seqlens, steps)
     chain[1:] &= supervised_chain(batch.loss_mask, batch.cu_seqlens, steps)[1:]
+    if batch.depths is not None:
+        chain &= batch.depths > torch.arange(steps, device=chain.device)[:, None]
     return chain
 
 
