@@ -284,24 +284,33 @@ class _Allocations(TorchDispatchMode):
         return result
 
 
-@pytest.mark.parametrize("work", ["documents", "chunk", "decode", "unroll"])
+@pytest.mark.parametrize("work", ["documents", "chunk", "decode", "unroll", "blocks"])
 def test_keys_are_never_repeated_per_query_head(work: str, backend: AttentionBackend) -> None:
     """No operation allocates [query heads, keys, head dimension], in any of the shapes of work, and fused
     kernels read a stride-0 view."""
     heads, groups, dim, keys = HEADS, GROUPS, 64, 512
     whole = heads * groups * keys * dim
-    rows = {"documents": keys, "chunk": MAX_DECODE_QUERIES + 1, "decode": 2, "unroll": 3}[work]
+    rows = {
+        "documents": keys,
+        "chunk": MAX_DECODE_QUERIES + 1,
+        "decode": 2,
+        "unroll": 3,
+        "blocks": 6,
+    }
+    rows = rows[work]
     q = torch.randn(rows, heads * groups, dim)
     k, v = torch.randn(2, rows, heads, dim).unbind(0)
     pool = KVPool(keys // 16, 16, [(heads, dim)])
     table, slots = torch.arange(keys // 16), torch.arange(keys - rows, keys)
     paged = PagedBatch(pool.keys, pool.values, 16, (table,), (keys,), slots)
-    lens = (keys,) if work in ("documents", "unroll") else (rows,)
+    lens = (keys,) if work in ("documents", "unroll", "blocks") else (rows,)
     ctx = ForwardContext.packed(backend, lens)
     if work in ("chunk", "decode"):
         ctx = ForwardContext.over_pages(backend, lens, paged)
-    elif work == "unroll":
-        own = UnrollCache(torch.arange(5, 5 + rows), (rows,), "extend")
+    elif work in ("unroll", "blocks"):
+        seen = torch.ones(3, 3, dtype=torch.bool) if work == "blocks" else None
+        going = rows if seen is None else rows // 3
+        own = UnrollCache(torch.arange(5, 5 + going), (going,), "extend", seen=seen)
         own.step0 = (torch.randn(keys, heads, dim), torch.randn(keys, heads, dim))
         ctx = replace(ctx, unroll=own)
     with _Allocations() as seen:
@@ -368,6 +377,108 @@ def test_unrolled_steps_equal_dense_attention(
     ]
     for got, want in zip((*outs, *gradients[0]), (*expected, *gradients[1]), strict=True):
         torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
+
+
+BLOCKS = {
+    "whole": torch.ones(3, 3, dtype=torch.bool),
+    "causal": torch.ones(3, 3, dtype=torch.bool).tril(),
+    "tree": torch.tensor([[True, False, False], [True, True, False], [True, False, True]]),
+}
+
+
+def _dense_blocks(
+    past: tuple[Tensor, ...],
+    block: tuple[Tensor, ...],
+    rows: list[int],
+    document: list[int],
+    seen: Tensor,
+    window: int | None,
+) -> Tensor:
+    """One dense softmax over [step-0 keys, every block's keys]; the mask key by key, in an obvious loop. A query
+    stands at the place that the keys it sees give it."""
+    width, total = len(seen), len(document)
+    mask = torch.zeros(len(rows) * width, total + len(rows) * width, dtype=torch.bool)
+    for i, row in enumerate(rows):
+        for slot in range(width):
+            place = row + int(seen[slot].sum())
+            near = [place - t < (window or 1 << 30) for t in range(row + width + 1)]
+            for t in range(row + 1):
+                mask[i * width + slot, t] = document[t] == document[row] and near[t]
+            at = row
+            for other in range(width):
+                at += int(seen[slot, other])
+                visible = bool(seen[slot, other]) and near[at]
+                mask[i * width + slot, total + i * width + other] = visible
+    q = block[0]
+    k, v = (torch.cat([past[i], block[i]]).repeat_interleave(3, 1) for i in (1, 2))
+    scores = torch.einsum("qhd,khd->hqk", q, k) * 0.3
+    weights = scores.masked_fill(~mask, float("-inf")).softmax(-1)
+    return torch.einsum("hqk,khd->qhd", weights, v)
+
+
+@pytest.mark.parametrize("window", [None, 2, 5])
+@pytest.mark.parametrize("shape", BLOCKS)
+def test_blocks_equal_dense_attention(
+    shape: str, window: int | None, backend: AttentionBackend
+) -> None:
+    """Each query of a block sees the keys of its document up to the block's row, which nobody asked anything, and
+    what its mask names of its own block; output and gradients are those of dense attention."""
+    torch.manual_seed(4)
+    lens, rows, seen = (7, 4, 9), [0, 3, 6, 12, 19], BLOCKS[shape]
+    document = [0] * 7 + [1] * 4 + [2] * 9
+    made = [
+        tuple(torch.randn(n, h, 8, requires_grad=True) for h in (6, 2, 2))
+        for n in (20, len(rows) * 3)
+    ]
+    cache = UnrollCache(torch.tensor(rows), (3, 0, 2), seen=seen)
+    writes = ForwardContext(backend, lens, unroll=cache, keys_only=True)
+    assert not bool(backend.attend(*made[0], writes, 0, 0.3, window).any())
+    cache.mode = "extend"
+    got = backend.attend(*made[1], ForwardContext(backend, lens, unroll=cache), 0, 0.3, window)
+    expected = _dense_blocks(made[0], made[1], rows, document, seen, window)
+    torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
+    inputs = [*made[0][1:], *made[1]]
+    weight = torch.randn_like(got)
+    gradients = (torch.autograd.grad((weight * x).sum(), inputs) for x in (got, expected))
+    for ours, theirs in zip(*gradients, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("window", [None, 5])
+def test_blocks_over_pages_are_those_of_an_unroll(
+    window: int | None, backend: AttentionBackend
+) -> None:
+    """Rows written without a question, then a block as a tail that every one of its rows sees: the same numbers,
+    row for row, as in training."""
+    torch.manual_seed(5)
+    lens, rows, seen = (7, 10), (6, 14), BLOCKS["whole"]
+    past, block = (
+        tuple(torch.randn(n, h, 8) for h in (6, 2, 2)) for n in (sum(lens), len(rows) * 3)
+    )
+    cache = UnrollCache(torch.tensor(rows), (1, 1), seen=seen)
+    backend.attend(
+        *past, ForwardContext(backend, lens, unroll=cache, keys_only=True), 0, 0.3, window
+    )
+    cache.mode = "extend"
+    expected = backend.attend(*block, ForwardContext(backend, lens, unroll=cache), 0, 0.3, window)
+    pool = KVPool(12, SIZE, [(2, 8)])
+    tables = (torch.tensor([5, 2, 9]), torch.tensor([0, 11, 3, 8]))
+
+    def paged(spans: list[tuple[int, int]], tails: tuple[Tensor, ...] | None) -> PagedBatch:
+        at = [torch.arange(a, b) for a, b in spans]
+        slots = [t[x // SIZE] * SIZE + x % SIZE for t, x in zip(tables, at, strict=True)]
+        ends = tuple(b for _, b in spans)
+        return PagedBatch(pool.keys, pool.values, SIZE, tables, ends, torch.cat(slots), tails)
+
+    writes = ForwardContext(backend, lens, paged([(0, 7), (0, 10)], None), keys_only=True)
+    assert not bool(backend.attend(*past, writes, 0, 0.3, window).any())
+    spans = [
+        (7, 10),
+        (8, 11),
+    ]  # the second block stands on row 7 of its document, above it is overwritten
+    reads = ForwardContext.over_pages(backend, (3, 3), paged(spans, (seen, seen)))
+    got = backend.attend(*block, reads, 0, 0.3, window)
+    torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
 
 
 def test_an_unroll_whose_rows_have_all_ended_attends_nothing(backend: AttentionBackend) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from mtptrain.losses.base import FeatureLoss, VocabLoss
 from mtptrain.losses.base.chunks import compute
+from mtptrain.losses.confidence import Confidence
 from mtptrain.losses.cross_entropy import CrossEntropy
 from mtptrain.losses.d_pace import DPace
 from mtptrain.losses.expected_length import ExpectedLength
@@ -20,6 +21,7 @@ from mtptrain.losses.log_acceptance import LogAcceptance
 from mtptrain.losses.reverse_kl import ReverseKL
 from mtptrain.losses.smooth_l1 import SmoothL1
 from mtptrain.losses.tv import TV
+from mtptrain.losses.weighted_sum import WeightedSum
 from mtptrain.types import UserError
 
 R, H, V = 41, 17, 401
@@ -152,6 +154,35 @@ def test_a_head_of_the_drafts_own(
 
 
 @kinds
+@pytest.mark.parametrize("chunk_rows", [7, 64])
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_trained_columns_beside_the_frozen_head(
+    loss: VocabLoss, naive: Naive, chunk_rows: int, temperature: float
+) -> None:
+    """States longer than the target's are scored by the frozen rows and by columns of the draft's own: values and
+    the gradients of states and columns are float64 autograd's."""
+    draft, target, labels, weights, head = _inputs(torch.float64)
+    more = torch.randn(len(draft), 4, dtype=torch.float64)
+    wide = torch.cat([draft.detach(), more], 1).requires_grad_()
+    columns = torch.randn(len(head), 4, dtype=torch.float64).requires_grad_()
+    p = (target @ head.T / temperature).softmax(-1)
+    q = (wide @ torch.cat([head, columns], 1).T / temperature).softmax(-1)
+    expected = (naive(p, q, labels, weights) * weights).sum()
+    (3.0 * expected).backward()
+
+    _, *rest = _inputs(torch.float32)
+    states, mine = (x.detach().float().requires_grad_() for x in (wide, columns))
+    how = {"chunk_rows": chunk_rows, "temperature": temperature}
+    sums = compute(loss, states, *rest, beside=mine, **how)
+    (3.0 * sums.loss).backward()
+    torch.testing.assert_close(sums.loss.double(), expected, rtol=2e-5, atol=1e-5)
+    for ours, exact in ((states, wide), (mine, columns)):
+        assert ours.grad is not None and exact.grad is not None
+        atol = _gradient_error(loss)
+        torch.testing.assert_close(ours.grad.double(), exact.grad, rtol=1e-4, atol=atol)
+
+
+@kinds
 def test_counters(loss: VocabLoss, naive: Naive) -> None:
     """Count, acceptance and agreement are weighted sums; label losses leave out unlabelled rows."""
     draft, target, labels, weights, head = _inputs(torch.float64)
@@ -184,6 +215,39 @@ def test_log_acceptance_of_a_hopeless_row() -> None:
     torch.testing.assert_close(sums.loss.double(), expected)
     assert states.grad is not None and exact.grad is not None and bool(exact.grad.any())
     torch.testing.assert_close(states.grad.double(), exact.grad)
+
+
+@pytest.mark.parametrize("chunk_rows", [7, 64])
+def test_confidence(chunk_rows: int) -> None:
+    """Binary cross-entropy against sum_x min(p, q), summed over weighted rows; only the confidence learns."""
+    draft, target, labels, weights, head = _inputs(torch.float64)
+    logits = torch.randn(len(draft), dtype=torch.float64, requires_grad=True)
+    p, q = (target @ head.T).softmax(-1), (draft @ head.T).softmax(-1)
+    accepted = torch.minimum(p, q).sum(-1).detach()
+    sure = logits.sigmoid()
+    rows = -(accepted * sure.log() + (1 - accepted) * (1 - sure).log())
+    expected = (rows * weights).sum()
+    expected.backward()
+
+    states, *rest = _inputs(torch.float32)
+    mine = logits.detach().float().requires_grad_()
+    sums = compute(Confidence(), states, *rest, chunk_rows=chunk_rows, confidence=mine)
+    sums.loss.backward()
+    torch.testing.assert_close(sums.loss.double(), expected, rtol=1e-5, atol=1e-5)
+    assert mine.grad is not None and logits.grad is not None
+    torch.testing.assert_close(mine.grad.double(), logits.grad, rtol=1e-4, atol=1e-6)
+    assert states.grad is None or not bool(states.grad.any())
+    together = WeightedSum({"a": KL(), "b": Confidence()}, {"a": 0.5, "b": 2.0})
+    both = compute(together, states, *rest, chunk_rows=chunk_rows, confidence=mine)
+    alone = compute(KL(), states, *rest, chunk_rows=chunk_rows)
+    torch.testing.assert_close(both.loss, 0.5 * alone.loss + 2.0 * sums.loss)
+    torch.testing.assert_close(both.acceptance, alone.acceptance)
+
+
+def test_a_confidence_that_no_draft_states_is_the_users_error() -> None:
+    """One line that names the draft which does."""
+    with pytest.raises(UserError, match="^loss=confidence needs .*; use draft=dspark$"):
+        compute(Confidence(), *_inputs(torch.float32))
 
 
 @pytest.mark.parametrize("beta", [0.3, 1.0])

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from hidden_state_cache import FeatureStore
+from mtptrain.drafts.dspark import DSparkConfig
 from mtptrain.drafts.eagle3 import Eagle3Config
 from mtptrain.drafts.mtp import MTPConfig
 from mtptrain.targets.base import Target
@@ -133,3 +134,21 @@ def test_an_own_head_is_compared_on_its_own_tokens(
             labelled = batch.input_ids[scoring.teaches(batch.input_ids)]
             assert bool((tokens.index[labelled] >= 0).all())
     assert seen == set(vocab)
+
+
+def test_trained_columns_stand_beside_the_rows_that_are_scored(
+    tiny_target: Target, weights: Tensor, batch: DraftBatch
+) -> None:
+    """Row for row those of the same tokens; a draft that trains some is compared on its own tokens only."""
+    vocab = heaviest(weights, 200)
+    draft = DSparkConfig(num_layers=1, markov_rank=3, draft_vocab=vocab).build(tiny_target)
+    columns, own = draft.beside_head(), torch.tensor(vocab)
+    assert columns is not None
+    sampled = SampledTokens(tiny_target.head_weight, weights, 64, 0, draft)
+    for scoring in (AllTokens(draft, 512), sampled):
+        tokens = scoring.of(batch, 3)
+        ids = (tokens.index >= 0).nonzero().squeeze(1)
+        assert set(ids.tolist()) <= set(vocab) and tokens.own_rows is None
+        assert tokens.rows.equal(tiny_target.head_weight[ids])
+        assert tokens.beside is not None and tokens.beside.requires_grad
+        assert tokens.beside.equal(columns[torch.searchsorted(own, ids)])
