@@ -10,7 +10,7 @@ R supervised rows, W feature width (the widths of all taps together), P pages.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -161,5 +161,5 @@ class DraftBatch:
     depths: Tensor | None = None  # [T] int64, how many tokens each row drafts; None: all it can
 
     def to(self, device: torch.device) -> DraftBatch:
-        held = (getattr(self, name) for name in self.__dataclass_fields__)
-        return DraftBatch(*(None if x is None else x.to(device) for x in held))
+        held = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        return replace(self, **{name: x.to(device) for name, x in held.items() if x is not None})

@@ -46,7 +46,6 @@ class DSpark(BlockHead):
     """See the file's opening."""
 
     first_slot: ClassVar[int] = 0
-    config: DSparkConfig
 
     def __init__(self, config: DSparkConfig, target: Target) -> None:
         super().__init__(config, target)

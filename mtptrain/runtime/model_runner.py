@@ -29,13 +29,12 @@ class SequencePages:
     sequences: Seq[Sequence]
 
     def context(
-        self,
-        first_rows: Seq[int],
-        lens: Seq[int],
-        tails: Seq[Tensor] | None = None,
-        keys_only: bool = False,
+        self, first_rows: Seq[int], lens: Seq[int], tails: Seq[Tensor] | None = None
     ) -> ForwardContext:
-        return self.runner.context(self.sequences, first_rows, lens, tails, keys_only)
+        return self.runner.context(self.sequences, first_rows, lens, tails)
+
+    def keys_only(self, first_rows: Seq[int], lens: Seq[int]) -> ForwardContext:
+        return self.runner.context(self.sequences, first_rows, lens, keys_only=True)
 
 
 class ModelRunner:

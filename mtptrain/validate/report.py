@@ -82,7 +82,7 @@ def load_report(path: Path) -> Report:
 def _completed(data: dict[str, Any]) -> dict[str, Any]:
     """With the keys that older reports lack, each at the one value that it had then."""
     older = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "block_verify": False}
-    older |= {"typical_threshold": 0.0, "typical_alpha": 0.3}
+    older |= {"typical_threshold": 0.0, "typical_alpha": 0.3, "min_confidence": 0.0}
 
     def run(held: Any) -> Any:
         how = held.get("sampling") if isinstance(held, dict) else None

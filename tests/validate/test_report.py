@@ -157,7 +157,7 @@ def test_reports_from_before_a_key_was_added_are_read(tmp_path: Path) -> None:
     data = json.loads(path.read_text())
     del data["warnings"]
     for run in (data, data["sampled"]):
-        for key in ("top_k", "top_p", "min_p", "block_verify"):
+        for key in ("top_k", "top_p", "min_p", "block_verify", "min_confidence"):
             del run["sampling"][key]
         del run["sampling"]["typical_threshold"], run["sampling"]["typical_alpha"]
     del data["baselines"]["suffix"]

@@ -74,7 +74,6 @@ class BlockHead(Head):
 
     first_slot: ClassVar[int]  # the slot that guesses the token behind the anchor
     position_rule = "the context of row t sits at position t, its block from t + 1 on"
-    config: BlockConfig
 
     def __init__(self, config: BlockConfig, target: Target) -> None:
         super().__init__(config, target)
@@ -85,7 +84,7 @@ class BlockHead(Head):
         first, count = config.first_layer(target.num_layers), target.num_layers
         layers = [target.new_decoder_layer(first + i, count + i) for i in range(config.num_layers)]
         self.fc = fuse_layer(len(config.taps), target.hidden_size)
-        self.context_norm = copy.deepcopy(layers[0].input_layernorm)
+        self.context_norm = copy.deepcopy(layers[0].get_submodule("input_layernorm"))
         self.layers = nn.ModuleList(layers)
         self.norm = target.new_norm()
         self.num_kv_layers = config.num_layers
@@ -111,9 +110,8 @@ class BlockHead(Head):
         context = self.context_norm(self.fc(features))
         rotary = self.target.position_embeddings(context, positions)
         for layer, ctx in zip(self.layers, contexts, strict=True):
-            attend = layer.self_attn
-            assert isinstance(attend, nn.Module)
-            attend(
+            attention = layer.get_submodule("self_attn")
+            attention(
                 hidden_states=context[None],
                 position_embeddings=rotary,
                 attention_mask=None,
@@ -131,7 +129,7 @@ class BlockHead(Head):
         at = positions[:, None] + torch.arange(width, device=positions.device)
         x = self.target.embed(ids.flatten())
         rotary = self.target.position_embeddings(x, at.flatten())
-        for layer, ctx in zip(self.layers, contexts, strict=True):
+        for layer, ctx in zip(self.layers if len(anchors) else (), contexts, strict=False):
             x = states_of(layer(x[None], position_embeddings=rotary, ctx=ctx))
         return self.norm(x).unflatten(0, (-1, width))[:, self.first_slot :]
 
@@ -180,7 +178,7 @@ class BlockHead(Head):
     @torch.inference_mode()
     def refill(self, rows: TrueRows) -> None:
         places = [a + i for a, n in zip(rows.first_rows, rows.lens, strict=True) for i in range(n)]
-        ctx = rows.pages.context(rows.first_rows, rows.lens, keys_only=True)
+        ctx = rows.pages.keys_only(rows.first_rows, rows.lens)
         positions = torch.tensor(places, device=rows.features.device)
         self._write(rows.features, positions, [ctx] * len(self.layers))
 

@@ -16,14 +16,14 @@ class Pages(Protocol):
     """The draft's layers of the shared KV pool, for the sequences of one step."""
 
     def context(
-        self,
-        first_rows: Sequence[int],
-        lens: Sequence[int],
-        tails: Sequence[Tensor] | None = None,
-        keys_only: bool = False,
+        self, first_rows: Sequence[int], lens: Sequence[int], tails: Sequence[Tensor] | None = None
     ) -> ForwardContext:
         """A context for rows first..first + len - 1 of each sequence; what lies above is overwritten.
-        `tails` says what each row of a token tree sees, as in `PagedBatch`; `keys_only` is that of the context."""
+        `tails` says what each row of a token tree sees, as in `PagedBatch`."""
+        ...
+
+    def keys_only(self, first_rows: Sequence[int], lens: Sequence[int]) -> ForwardContext:
+        """The same for rows that leave their keys and values and ask nothing."""
         ...
 
 
@@ -36,16 +36,20 @@ class SomePages:
     count: int
 
     def context(
-        self,
-        first_rows: Sequence[int],
-        lens: Sequence[int],
-        tails: Sequence[Tensor] | None = None,
-        keys_only: bool = False,
+        self, first_rows: Sequence[int], lens: Sequence[int], tails: Sequence[Tensor] | None = None
     ) -> ForwardContext:
+        return self.pages.context(*self._among_all(first_rows, lens), tails)
+
+    def keys_only(self, first_rows: Sequence[int], lens: Sequence[int]) -> ForwardContext:
+        return self.pages.keys_only(*self._among_all(first_rows, lens))
+
+    def _among_all(
+        self, first_rows: Sequence[int], lens: Sequence[int]
+    ) -> tuple[list[int], list[int]]:
         first, rows = [0] * self.count, [0] * self.count
         for place, a, n in zip(self.places, first_rows, lens, strict=True):
             first[place], rows[place] = a, n
-        return self.pages.context(first, rows, tails, keys_only)
+        return first, rows
 
 
 @dataclass(frozen=True, eq=False)
