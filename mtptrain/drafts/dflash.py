@@ -12,6 +12,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mtptrain.drafts.base import TrueRows
 from mtptrain.drafts.base.block import BlockConfig, BlockHead
 from mtptrain.targets.base import Target
 
@@ -19,6 +24,10 @@ from mtptrain.targets.base import Target
 @dataclass(frozen=True)
 class DFlashConfig(BlockConfig):
     """Choices of a DFlash head: those of every block head."""
+
+    @property
+    def independent_places(self) -> bool:
+        return True
 
     def build(self, target: Target) -> DFlash:
         return DFlash(self, target)
@@ -31,3 +40,8 @@ class DFlash(BlockHead):
 
     def reads_ahead(self, step: int) -> int:
         return 1  # the anchor
+
+    @torch.inference_mode()
+    def place_logits(self, rows: TrueRows, num_draft_tokens: int) -> Tensor:
+        """[B, D, Vd], of each drafted place, whatever is drafted before it; refills pages."""
+        return F.linear(self.guess(rows, num_draft_tokens)[0], self.frozen_rows())

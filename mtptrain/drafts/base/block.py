@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from mtptrain.attention_backends.base import AttentionBackend, ForwardContext, UnrollCache
 from mtptrain.drafts.base.continuation import fuse_layer
 from mtptrain.drafts.base.head import Head, HeadConfig, proposal_of
-from mtptrain.drafts.base.proposal import Draw, Proposal
+from mtptrain.drafts.base.proposal import Draw, Drawn, Proposal
 from mtptrain.drafts.base.rows import TrueRows
 from mtptrain.drafts.base.step_rows import states_of
 from mtptrain.drafts.base.supervision import UnrollStep, answer_chain
@@ -182,22 +182,26 @@ class BlockHead(Head):
         positions = torch.tensor(places, device=rows.features.device)
         self._write(rows.features, positions, [ctx] * len(self.layers))
 
-    @torch.inference_mode()
-    def propose(self, rows: TrueRows, num_draft_tokens: int, draw: Draw) -> Proposal:
+    def guess(self, rows: TrueRows, num_draft_tokens: int) -> tuple[Tensor, Tensor]:
+        """Refills pages with the true rows and runs one block each: the states that guess its tokens, [B, D, H],
+        and the newest tokens, which they stand behind, [B]."""
         self.refill(rows)
         on = rows.features.device
         behind = [a + n for a, n in zip(rows.first_rows, rows.lens, strict=True)]
-        newest = torch.tensor([x[a] for x, a in zip(rows.token_ids, behind, strict=True)])
+        newest = torch.tensor([x[a] for x, a in zip(rows.token_ids, behind, strict=True)]).to(on)
         tails = [self._everything(num_draft_tokens)] * len(behind)
         ctx = rows.pages.context(behind, [len(x) for x in tails], tails)
-        where = torch.tensor(behind, device=on)
-        contexts = [ctx] * len(self.layers)
-        states = self._read(newest.to(on), where, num_draft_tokens, contexts)
-        logits, drawn, said = F.linear(states, self.frozen_rows()), [], [newest.to(on)]
-        for k in range(num_draft_tokens):
+        where, contexts = torch.tensor(behind, device=on), [ctx] * len(self.layers)
+        return self._read(newest, where, num_draft_tokens, contexts), newest
+
+    @torch.inference_mode()
+    def propose(self, rows: TrueRows, num_draft_tokens: int, draw: Draw) -> Proposal:
+        states, newest = self.guess(rows, num_draft_tokens)
+        drawn, said = list[Drawn](), [newest]
+        for logits in F.linear(states, self.frozen_rows()).unbind(1):
             added = self.correction(said[-1])
-            drawn.append(draw(logits[:, k] if added is None else logits[:, k] + added))
-            said.append(torch.tensor(self.target_ids(drawn[-1].token), device=on))
+            drawn.append(draw(logits if added is None else logits + added))
+            said.append(torch.tensor(self.target_ids(drawn[-1].token), device=newest.device))
         proposal = proposal_of(torch.stack(said[1:], 1).tolist(), drawn, self)
         _, sure = self.step_of(states, torch.stack(said[:-1], 1))
         return proposal if sure is None else replace(proposal, confidence=sure.float().sigmoid())
