@@ -444,6 +444,33 @@ def test_blocks_equal_dense_attention(
         torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("width", [1, 3])
+def test_a_long_document_is_worked_off_in_pieces(
+    width: int, backend: AttentionBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The numbers and gradients are those of the whole at once, and nothing is as large as rows times keys."""
+    torch.manual_seed(6)
+    keys, rows = 300, torch.arange(0, 300, 2)
+    past = [torch.randn(keys, h, 8, requires_grad=True) for h in (6, 2, 2)]
+    block = [torch.randn(len(rows) * width, h, 8, requires_grad=True) for h in (6, 2, 2)]
+    results = []
+    for most in (1 << 30, 20 * keys * width):
+        monkeypatch.setattr("mtptrain.attention_backends.sdpa.unroll.MOST_SCORES", most)
+        seen = torch.ones(width, width, dtype=torch.bool) if width > 1 else None
+        cache = UnrollCache(rows, (len(rows),), seen=seen)
+        ctx = ForwardContext(backend, (keys,), unroll=cache, keys_only=True)
+        backend.attend(*past, ctx, 0, 0.3, None)
+        cache.mode = "extend"
+        with _Allocations() as held:
+            out = backend.attend(*block, replace(ctx, keys_only=False), 0, 0.3, None)
+            grads = torch.autograd.grad(out.square().sum(), [*past[1:], *block])
+        results.append((out, *grads))
+        if most < 1 << 30:
+            assert held.largest <= 6 * 21 * width * (keys + width)
+    for whole, pieces in zip(*results, strict=True):
+        torch.testing.assert_close(pieces, whole, atol=1e-5, rtol=1e-5)
+
+
 @pytest.mark.parametrize("window", [None, 5])
 def test_blocks_over_pages_are_those_of_an_unroll(
     window: int | None, backend: AttentionBackend

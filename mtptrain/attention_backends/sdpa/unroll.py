@@ -1,12 +1,19 @@
-"""Unrolled training steps: step-0 keys and the row's own later ones; see the package's opening."""
+"""Unrolled training steps: step-0 keys and the row's own later ones; see the package's opening.
+
+A document's scores are rows times keys. Where that is much the rows are taken piece by piece, and each piece is
+computed again on the way back, so that what is held stays linear in the document.
+"""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from mtptrain.attention_backends.base import ForwardContext, UnrollCache, split_rows
 from mtptrain.attention_backends.sdpa.documents import attend_documents
+
+MOST_SCORES = 1 << 22  # queries times keys of a piece, in each head
 
 
 def attend_unrolled(
@@ -33,7 +40,7 @@ def attend_unrolled(
     mine = zip(*(split_rows(x, cache.rows_per_document) for x in mine), strict=True)
     step0 = zip(*(split_rows(x, ctx.query_lens) for x in cache.step0), strict=True)
     out = [
-        _own_and_step0(q, ok, ov, r, k, v, seen.to(q.device), scale, window)
+        _in_pieces(q, ok, ov, r, k, v, seen.to(q.device), scale, window)
         for (q, ok, ov, r), (k, v) in zip(mine, step0, strict=True)
         if len(q)
     ]
@@ -46,6 +53,29 @@ def _local_rows(cache: UnrollCache, lens: tuple[int, ...]) -> Tensor:
     start = torch.cumsum(lengths, 0) - lengths
     per_document = torch.tensor(cache.rows_per_document, device=cache.rows.device)
     return cache.rows - torch.repeat_interleave(start, per_document)
+
+
+def _in_pieces(
+    query: Tensor,
+    own_k: Tensor,
+    own_v: Tensor,
+    rows: Tensor,
+    key: Tensor,
+    value: Tensor,
+    seen: Tensor,
+    scale: float,
+    window: int | None,
+) -> Tensor:
+    """`_own_and_step0`, over as many rows at a time as may be held; keys behind a piece's last row are left out."""
+    most = max(1, MOST_SCORES // (query.shape[1] * len(key)))
+    if len(rows) <= most:
+        return _own_and_step0(query, own_k, own_v, rows, key, value, seen, scale, window)
+    out = []
+    for q, ok, ov, r in zip(*(x.split(most) for x in (query, own_k, own_v, rows)), strict=True):
+        end = int(r[-1]) + 1
+        piece = (q, ok, ov, r, key[:end], value[:end], seen, scale, window)
+        out.append(checkpoint(_own_and_step0, *piece, use_reentrant=False))
+    return torch.cat(out)
 
 
 def _own_and_step0(
