@@ -1,7 +1,7 @@
 """What heads share that draft a whole block in one forward: context as keys and values, a block that asks.
 
 The taps of token t, joined by `fc` and normed, are its context: every layer makes keys and values of it and
-nothing else, so a row costs no query, no MLP and no update (block diffusion: DFlash, arXiv 2602.06036). The block
+nothing else, so a row asks nothing and is never updated (block diffusion: DFlash, arXiv 2602.06036). The block
 of row t begins with Emb(x_{t+1}), its anchor, whose own features no server knows yet, and goes on with the
 embedding of one token that stands for those to come. It sits at positions t + 1, t + 2, ...; each of its slots
 sees the context of the rows up to t and its whole block, later slots included.
