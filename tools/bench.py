@@ -83,8 +83,8 @@ def _cores() -> int:
     return len(affinity(0)) if affinity else os.cpu_count() or 1
 
 
-def load_subject() -> Subject:
-    folder = resolve(TARGET, cache_dir())
+def load_subject(target: str = TARGET) -> Subject:
+    folder = resolve(target, cache_dir())
     return Subject(folder, Target.load(folder), Chat.load(folder))
 
 
