@@ -26,7 +26,7 @@ from mtptrain.attention_backends.base import (
     UnrollCache,
     register,
 )
-from mtptrain.attention_backends.sdpa import MAX_DECODE_QUERIES, PagePlan, SdpaBackend
+from mtptrain.attention_backends.sdpa import MAX_DECODE_QUERIES, PagePlan, SdpaBackend, trees
 from mtptrain.runtime.kv_pages import KVPool
 from mtptrain.targets.base import Target
 from mtptrain.types import UserError
@@ -191,18 +191,28 @@ def _one_by_one(
     return out
 
 
+by_tree_path = pytest.mark.parametrize(
+    "most", [64, 0], ids=["pages with a mask", "prefix and masked tail"]
+)
+
+
+@by_tree_path
 @pytest.mark.parametrize("window", [None, 1, 4, 9])
 @pytest.mark.parametrize("newest", [False, True], ids=["whole trees", "their newest rows"])
-def test_a_tree_sees_the_prefix_its_ancestors_and_itself(newest: bool, window: int | None) -> None:
-    """Pages with a tree's mask give what a loop over single entries gives: trees of three shapes at once,
+@pytest.mark.parametrize("start", [6, 0], ids=["behind a prefix", "one of them behind nothing"])
+def test_a_tree_sees_the_prefix_its_ancestors_and_itself(
+    start: int, newest: bool, window: int | None, most: int
+) -> None:
+    """Either way to mask a tree gives what a loop over single entries gives: trees of three shapes at once,
     that begin and end anywhere in a page, over shared pages, with a window that counts along the path; all
     their rows at once, or only the newest over rows that lie there already."""
     torch.manual_seed(3)
     paged = Paged(_pair(FAMILIES["grouped"])[1], [[0, 1, 3, 7, 8], [0, 5], [0, 1, 4, 6]])
+    paged.backend = SdpaBackend(most)
     for pool in (*paged.pool.keys, *paged.pool.values):
         pool.normal_()
     tails = [_tree_mask(p) for p in TREES.values()]
-    starts = [6, 5, 9]
+    starts = [start, 5, 9]
     first = [a + (len(t) // 2 if newest else 0) for a, t in zip(starts, tails, strict=True)]
     ends = [a + len(t) for a, t in zip(starts, tails, strict=True)]
     batch, lens = paged.batch({s: x for s, x in enumerate(zip(first, ends, strict=True))})
@@ -210,6 +220,7 @@ def test_a_tree_sees_the_prefix_its_ancestors_and_itself(newest: bool, window: i
     batch = replace(batch, tails=tails)
     q, k, v = torch.randn(sum(lens), 6, 8), *torch.randn(2, sum(lens), 2, 8)
     ctx = ForwardContext.over_pages(paged.backend, lens, batch)
+    assert isinstance(ctx.plan, PagePlan) == bool(most)
     got = paged.backend.attend(q, k, v, ctx, 1, 0.4, window)
     for s, (mine, out) in enumerate(zip(q.split(lens), got.split(lens), strict=True)):
         rows = torch.arange(ends[s])
@@ -219,24 +230,25 @@ def test_a_tree_sees_the_prefix_its_ancestors_and_itself(newest: bool, window: i
         torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-5)
 
 
+@by_tree_path
 @every_family
-def test_a_tree_in_one_pass_is_each_of_its_paths_as_a_chain(family: str) -> None:
-    """The target's rows of a tree of more nodes than a chain may have on the pages' path, beside one of
-    another shape, equal the plain forward over the prompt and the node's own path."""
+def test_a_tree_in_one_pass_is_each_of_its_paths_as_a_chain(family: str, most: int) -> None:
+    """The target's rows of a tree of 59 nodes, beside one of another shape, equal the plain forward over the
+    prompt and the node's own path, whichever way the mask is met."""
     plain, target = _pair(FAMILIES[family])
     big = tuple(-1 if i < 4 else (i - 4) * 2 // 3 for i in range(59))
-    assert len(big) > MAX_DECODE_QUERIES
-    trees, prompts = {0: big, 1: TREES[0]}, [torch.randint(0, 97, (n,)) for n in (22, 7)]
+    shapes, prompts = {0: big, 1: TREES[0]}, [torch.randint(0, 97, (n,)) for n in (22, 7)]
     ids = [
-        torch.cat([p, torch.randint(0, 97, (len(trees[s]) + 1,))]) for s, p in enumerate(prompts)
+        torch.cat([p, torch.randint(0, 97, (len(shapes[s]) + 1,))]) for s, p in enumerate(prompts)
     ]
     paged = Paged(target, [[9, 3, *range(20, 39)], [1, 16, 2, 15, 4, 14, 5]])
     paged.run(ids, {0: (0, 22), 1: (0, 7)})
+    paged.backend = SdpaBackend(most)
     rows = {s: (len(p), len(ids[s])) for s, p in enumerate(prompts)}
     batch, lens = paged.batch(rows)
-    tails = tuple(_tree_mask(trees[s]) for s in rows)
+    tails = tuple(_tree_mask(shapes[s]) for s in rows)
     ctx = ForwardContext.over_pages(paged.backend, lens, replace(batch, tails=tails))
-    assert isinstance(ctx.plan, PagePlan)
+    assert isinstance(ctx.plan, PagePlan) == bool(most)
     tokens = torch.cat([ids[s][a:b] for s, (a, b) in rows.items()])
     depth = [len(prompts[s]) + t.sum(1) - 1 for s, t in enumerate(tails)]
     got = target.forward(tokens, torch.cat(depth), ctx, ("final",)).final.split(lens)
@@ -257,10 +269,32 @@ def test_a_trees_mask_touches_its_own_pages_only() -> None:
         table = torch.arange(-(-rows // 16))
         slots = torch.arange(prefix, rows)
         paged = PagedBatch(pool.keys, pool.values, 16, (table,), (rows,), slots, (tail,))
-        plan = SdpaBackend().plan((len(tail),), paged)
+        plan = SdpaBackend(64).plan((len(tail),), paged)
         assert isinstance(plan, PagePlan) and len(plan.owner) == len(table)
         masked.append(len(plan.bias))
     assert max(masked) <= 2
+
+
+def test_a_large_trees_mask_is_no_larger_than_the_tree(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The longer the prefix the more keys every row sees without a mask; those that meet one are the tree's own."""
+    pool, tail = KVPool(600, 16, [(2, 8)]), _tree_mask(tuple(range(-1, 40)))
+    seen = dict[str, list[int]](masked=[], unmasked=[])
+    for name, keys in seen.items():
+        attend = getattr(trees, f"_{name}")
+
+        def spy(q: Tensor, k: Tensor, *rest: Any, attend: Any = attend, keys: Any = keys) -> Any:
+            keys.append(k.shape[-2])
+            return attend(q, k, *rest)
+
+        monkeypatch.setattr(trees, f"_{name}", spy)
+    backend, q, kv = SdpaBackend(), torch.randn(len(tail), 6, 8), torch.randn(len(tail), 2, 8)
+    for prefix in (100, 1000, 8000):
+        rows = torch.arange(prefix, prefix + len(tail))
+        tables, lens = (torch.arange(600),), (prefix + len(tail),)
+        paged = PagedBatch(pool.keys, pool.values, 16, tables, lens, rows, (tail,))
+        ctx = ForwardContext.over_pages(backend, [len(tail)], paged)
+        backend.attend(q, kv, kv, ctx, 0, 0.4, None)
+    assert seen == {"masked": [len(tail)] * 3, "unmasked": [100, 1000, 8000]}
 
 
 class _Allocations(TorchDispatchMode):
@@ -284,7 +318,7 @@ class _Allocations(TorchDispatchMode):
         return result
 
 
-@pytest.mark.parametrize("work", ["documents", "chunk", "decode", "unroll", "blocks"])
+@pytest.mark.parametrize("work", ["documents", "chunk", "decode", "tree", "unroll", "blocks"])
 def test_keys_are_never_repeated_per_query_head(work: str, backend: AttentionBackend) -> None:
     """No operation allocates [query heads, keys, head dimension], in any of the shapes of work, and fused
     kernels read a stride-0 view."""
@@ -294,6 +328,7 @@ def test_keys_are_never_repeated_per_query_head(work: str, backend: AttentionBac
         "documents": keys,
         "chunk": MAX_DECODE_QUERIES + 1,
         "decode": 2,
+        "tree": MAX_DECODE_QUERIES + 1,
         "unroll": 3,
         "blocks": 6,
     }
@@ -302,10 +337,11 @@ def test_keys_are_never_repeated_per_query_head(work: str, backend: AttentionBac
     k, v = torch.randn(2, rows, heads, dim).unbind(0)
     pool = KVPool(keys // 16, 16, [(heads, dim)])
     table, slots = torch.arange(keys // 16), torch.arange(keys - rows, keys)
-    paged = PagedBatch(pool.keys, pool.values, 16, (table,), (keys,), slots)
+    tails = (torch.ones(rows, rows).tril().bool(),) if work == "tree" else None
+    paged = PagedBatch(pool.keys, pool.values, 16, (table,), (keys,), slots, tails)
     lens = (keys,) if work in ("documents", "unroll", "blocks") else (rows,)
     ctx = ForwardContext.packed(backend, lens)
-    if work in ("chunk", "decode"):
+    if work in ("chunk", "decode", "tree"):
         ctx = ForwardContext.over_pages(backend, lens, paged)
     elif work in ("unroll", "blocks"):
         seen = torch.ones(3, 3, dtype=torch.bool) if work == "blocks" else None
@@ -317,7 +353,8 @@ def test_keys_are_never_repeated_per_query_head(work: str, backend: AttentionBac
         backend.attend(q, k, v, ctx, 0, 0.1, None)
     limit = whole if work == "documents" else whole // groups  # `whole`: the output itself
     assert seen.largest <= limit
-    assert set(seen.group_strides) == ({0} if work in ("documents", "chunk") else set())
+    fused = work in ("documents", "chunk", "tree")
+    assert set(seen.group_strides) == ({0} if fused else set())
 
 
 # ---- unrolled training steps -----------------------------------------------------------------------------

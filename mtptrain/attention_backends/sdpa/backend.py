@@ -8,21 +8,20 @@ from torch import Tensor
 from mtptrain.attention_backends.base import AttentionBackend, ForwardContext, PagedBatch
 from mtptrain.attention_backends.sdpa.documents import attend_chunks, attend_documents
 from mtptrain.attention_backends.sdpa.pages import PagePlan, attend_pages, plan_pages, write_pages
+from mtptrain.attention_backends.sdpa.trees import attend_trees
 from mtptrain.attention_backends.sdpa.unroll import attend_unrolled
 
-MAX_DECODE_QUERIES = (
-    32  # beyond this many rows a sequence, one SDPA call per sequence is the faster path
-)
+MAX_DECODE_QUERIES = 8  # rows a sequence; beyond, gathering its keys for one fused call is faster
 
 
 class SdpaBackend(AttentionBackend):
-    """See the package's opening. Token trees are decode work, whatever their size."""
+    """See the package's opening."""
 
     def __init__(self, max_decode_queries: int = MAX_DECODE_QUERIES) -> None:
         self.max_decode_queries = max_decode_queries
 
     def plan(self, query_lens: tuple[int, ...], paged: PagedBatch) -> object:
-        if paged.tails is None and max(query_lens) > self.max_decode_queries:
+        if max(query_lens) > self.max_decode_queries:
             return None
         return plan_pages(query_lens, paged)
 
@@ -45,4 +44,6 @@ class SdpaBackend(AttentionBackend):
             return torch.zeros_like(query)
         if isinstance(ctx.plan, PagePlan):
             return attend_pages(query, ctx.plan, ctx.paged, layer, scale, window)
+        if ctx.paged.tails is not None:
+            return attend_trees(query, ctx, ctx.paged, ctx.paged.tails, layer, scale, window)
         return attend_chunks(query, key, value, ctx, ctx.paged, layer, scale, window)

@@ -11,13 +11,14 @@ from torch import Tensor
 from mtptrain.attention_backends.base import ForwardContext, PagedBatch, split_rows
 
 
-def _grouped_sdpa(
+def grouped_sdpa(
     query: Tensor,  # [Tq, N, d]
     key: Tensor,  # [heads, Tk, d]
     value: Tensor,
     scale: float,
     mask: Tensor | None,  # [Tq, Tk] bool; None: causal over equal lengths
 ) -> Tensor:  # [Tq, N, d]
+    """One fused call; no key is copied per query head."""
     heads, num_keys, dim = key.shape
     groups = query.shape[1] // heads
     q = query.view(-1, heads, groups, dim).permute(1, 2, 0, 3)
@@ -51,7 +52,7 @@ def attend_documents(
     query: Tensor, key: Tensor, value: Tensor, lens: Sequence[int], scale: float, window: int | None
 ) -> Tensor:
     out = [
-        _grouped_sdpa(
+        grouped_sdpa(
             q,
             k.transpose(0, 1),
             v.transpose(0, 1),
@@ -78,11 +79,12 @@ def attend_chunks(
     for (q, k, v), table, kv_len in zip(chunks, paged.page_tables, paged.kv_lens, strict=True):
         k, v = k.transpose(0, 1), v.transpose(0, 1)
         if kv_len > len(q):  # earlier chunks or a shared prefix lie in the pages
-            k, v = (_gather(x[layer], table, kv_len) for x in (paged.keys, paged.values))
-        out.append(_grouped_sdpa(q, k, v, scale, _chunk_mask(len(q), kv_len, window, q.device)))
+            k, v = (gather(x[layer], table, kv_len) for x in (paged.keys, paged.values))
+        out.append(grouped_sdpa(q, k, v, scale, _chunk_mask(len(q), kv_len, window, q.device)))
     return torch.cat(out)
 
 
-def _gather(pool: Tensor, table: Tensor, kv_len: int) -> Tensor:  # [heads, kv_len, d]
+def gather(pool: Tensor, table: Tensor, kv_len: int) -> Tensor:
+    """The first rows of one sequence, [heads, kv_len, d], from a layer's pages [P, heads, page_size, d]."""
     pages = pool[table.to(pool.device)].transpose(0, 1)  # [heads, pages, page_size, d]
     return pages.flatten(1, 2)[:, :kv_len]
