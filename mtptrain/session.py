@@ -40,6 +40,7 @@ class Session(Inputs):
     locks: ExitStack = field(default_factory=ExitStack)  # on the folders that this command writes
     held: set[Path] = field(default_factory=set)
     times: dict[str, float] = field(default_factory=dict)
+    head_dir: Path | None = None  # folder of the run that trains the head; None: this one
 
     def beside(self, config: DictConfig) -> Session:
         """A session of the same command and target, with another draft."""
@@ -176,8 +177,8 @@ class Session(Inputs):
 
     @property
     def train_stage(self) -> StageFolder:
-        return StageFolder(self.run_dir / "train")
+        return StageFolder((self.head_dir or self.run_dir) / "train")
 
     @property
     def draft_folder(self) -> Path:
-        return self.run_dir / "draft"
+        return (self.head_dir or self.run_dir) / "draft"

@@ -2,7 +2,8 @@
 
 A contender is what `fit` would be given: the command's config with another draft and a run folder of its own.
 The recipe's own draft keeps what recipe and command line say of it; any other comes as its recipe has it. What
-`compare.own` says of one is laid over that. All capture the taps of all, so that they share one store.
+`compare.own` says of one is laid over that. All capture the taps of all, so that they share one store; a draft
+around a head takes that of the run which trains it alone, if its settings are the same.
 """
 
 from __future__ import annotations
@@ -33,7 +34,16 @@ def contenders(session: Session) -> dict[str, Session]:
     taps = list(dict.fromkeys(tap for one in sessions.values() for tap in one.taps))
     for one in sessions.values():
         one.config.capture.taps = taps
+    _lend_heads(list(sessions.values()))
     return sessions
+
+
+def _lend_heads(sessions: Sequence[Session]) -> None:
+    heads = [one for one in sessions if one.draft_config.trained() is one.draft_config]
+    folders = {one.train_key: one.run_dir for one in heads}
+    for one in sessions:
+        if one.head_config is not None:
+            one.head_dir = folders.get(one.train_key)
 
 
 def _common(config: DictConfig, how: CompareSettings) -> DictConfig:

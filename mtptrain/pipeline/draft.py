@@ -50,6 +50,7 @@ def train(session: Session) -> None:
     start = time.perf_counter()
     store = FeatureStore.open(session.store_folder, session.store_identity())
     _prove_store(session)
+    session.hold(stage.path.parent)
     stage.begin(session.train_key)
     num_draft_tokens = int(session.config.num_draft_tokens)
     result = fit_draft(

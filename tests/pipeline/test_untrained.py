@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from mtptrain.cli import main
+from mtptrain.validate.compare import load_comparison
 from mtptrain.validate.report import Report, load_report
 
 WORDS = [
@@ -101,6 +102,25 @@ def test_a_hybrid_without_a_head_trains_it(run: Run, tmp_path: Path) -> None:
     when = (tmp_path / "run" / "train" / "stage.json").stat().st_mtime_ns
     assert run("validate", "draft=mtp", "draft.draft_vocab_size=0").draft == "mtp"
     assert (tmp_path / "run" / "train" / "stage.json").stat().st_mtime_ns == when
+
+
+def test_a_comparison_trains_a_head_once(tiny_folder: Path, tmp_path: Path) -> None:
+    """A hybrid takes the head of the run that trains it alone, also where it comes first, and has its training
+    figures; a lookup has none, no parameters and no cache."""
+    own = '+compare.own.hybrid=["draft.head.draft_vocab_size=0"]'
+    words = ["drafts=[hybrid,mtp,ngram]", "draft.draft_vocab_size=0", "compare.steps=4", own]
+    words += ["compare.batch_sizes=[2]", "compare.speed_prompts=2"]
+    where = [f"target.path={tiny_folder}", f"run_dir={tmp_path / 'run'}"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MTPTRAIN_CACHE", str(tmp_path / "cache"))
+        assert main(["compare", *WORDS, *where, *words]) == 0
+    folder = tmp_path / "run"
+    assert [p.parent.name for p in folder.glob("compare/*/train")] == ["mtp"]
+    hybrid, mtp, ngram = load_comparison(folder / "compare.json").drafts
+    assert hybrid.draft == "hybrid of suffix and mtp" and ngram.training is None
+    assert hybrid.training == mtp.training and hybrid.cost.parameters == mtp.cost.parameters > 0
+    assert ngram.cost.parameters == ngram.cost.cache_bytes_per_token == 0
+    assert all(d.lossless is not None and d.lossless.mismatches == 0 for d in (hybrid, mtp, ngram))
 
 
 @pytest.mark.parametrize(
