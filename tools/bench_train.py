@@ -30,7 +30,7 @@ from torch import Tensor
 from hidden_state_cache import FeatureStore, FeatureWriter, StoredSample
 from mtptrain.attention_backends.sdpa import SdpaBackend
 from mtptrain.capture import capture_pass, identity
-from mtptrain.drafts.base import supervised_chain
+from mtptrain.drafts.base import rows_from_first, supervised_chain
 from mtptrain.drafts.mtp import MTPConfig
 from mtptrain.losses.kl import KL
 from mtptrain.prepare import PrepareSettings, prepare_shards, read_answers
@@ -282,24 +282,25 @@ def gemm_rate() -> float:
 
 def needed_flops(batch: DraftBatch, target: Target, draft_id: Tensor) -> float:
     """Multiplications and additions of the products a step needs: a layer's three times (forward, two
-    gradients), attention over visible keys only, the frozen head forward and back on rows that bear a
-    loss and forward once for each token they are held against."""
+    gradients), for a prompt's rows those that leave keys and values, attention over visible keys only, the
+    frozen head forward and back on rows that bear a loss and forward once for each token they are held against."""
     chain = supervised_chain(batch.loss_mask, batch.cu_seqlens, UNROLL)  # [S, T]
     total, hidden = chain.shape[1], target.hidden_size
     lens = torch.diff(batch.cu_seqlens)
     position = torch.arange(total) - torch.repeat_interleave(batch.cu_seqlens[:-1], lens)
-    ran = torch.cat([torch.ones_like(chain[:1]), chain[1:]])  # step 0 runs every row
+    ran = torch.cat([rows_from_first(chain[0], batch.cu_seqlens)[None], chain[1:]])
     visible = float((ran * (position + 1 + torch.arange(UNROLL)[:, None])).sum())
     heads, dim = target.kv_shape()
     query = target.config.num_attention_heads * dim
-    weights = 2 * hidden * hidden + hidden * (2 * query + 2 * heads * dim)
-    weights += 3 * hidden * target.config.intermediate_size
+    to_keys = 2 * hidden * hidden + hidden * 2 * heads * dim
+    weights = to_keys + hidden * 2 * query + 3 * hidden * target.config.intermediate_size
+    layer = int(ran.sum()) * weights + (total - int(ran[0].sum())) * to_keys
     sayable = torch.cat([draft_id[batch.input_ids] >= 0, torch.zeros(UNROLL + 1, dtype=torch.bool)])
     held = [chain[j] & sayable[2 + j : 2 + j + total] for j in range(UNROLL)]
     bearing = sum(int(rows.sum()) for rows in held)
     against = torch.cat([rows.nonzero().squeeze(1) + 1 + j for j, rows in enumerate(held)])
     head = hidden * VOCABULARY * (2 * bearing + len(against.unique()))
-    return 2.0 * (3 * (int(ran.sum()) * weights + 2 * visible * query) + head)
+    return 2.0 * (3 * (layer + 2 * visible * query) + head)
 
 
 # ---- the report -------------------------------------------------------------------------------------------

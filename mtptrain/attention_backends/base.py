@@ -48,6 +48,7 @@ class UnrollCache:
     """Keys and values of one layer's training unroll: step 0 covers all rows, later steps their own rows only.
 
     Written by attention during the forward: `mode` tells it whether to record step 0 or to extend the own rows.
+    Step 0 may come in two forwards, of which the first has the first rows of each document and is `keys_only`.
     A row extends by one query and its key, or, where `seen` is given, once by a block of S of them, which lie
     next to each other: each query sees the step-0 keys up to its row and what `seen` names of its own block.
     As in the tails of `PagedBatch` it stands at the place that the number of keys it sees gives it.
@@ -57,6 +58,7 @@ class UnrollCache:
     rows_per_document: tuple[int, ...]
     mode: Literal["record", "extend"] = "record"
     step0: tuple[Tensor, Tensor] | None = None  # [T, heads, d] each
+    step0_lens: tuple[int, ...] = ()  # rows of each document in it
     own: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # [R, heads, d] each
     seen: Tensor | None = None  # [S, S] bool
 
@@ -151,9 +153,9 @@ def register() -> str:
     return ATTENTION_NAME
 
 
-def split_rows(x: Tensor, lens: Sequence[int]) -> tuple[Tensor, ...]:
+def split_rows(x: Tensor, lens: Sequence[int], dim: int = 0) -> tuple[Tensor, ...]:
     """Views of the packed rows of each document."""
-    return torch.split(x, list(lens))
+    return torch.split(x, list(lens), dim)
 
 
 def tree_query_rows(query_rows: Tensor, tails: tuple[Tensor, ...], first: Tensor) -> Tensor:

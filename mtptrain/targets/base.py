@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from mtptrain.attention_backends.base import ForwardContext, register
+from mtptrain.layers.gated_mlp import fuse_gated_mlps
 from mtptrain.layers.packed_linear import pack_linears
 from mtptrain.types import UserError
 
@@ -46,6 +47,7 @@ class Target:
         self.config._attn_implementation = register()
         self.decoder: Any = model.get_decoder()  # pyright: ignore[reportCallIssue]
         pack_linears(self.decoder.layers)
+        fuse_gated_mlps(self.decoder.layers)
         self.embedding: nn.Module = model.get_input_embeddings()  # pyright: ignore[reportCallIssue]
         head = model.get_output_embeddings()  # pyright: ignore[reportCallIssue]
         if head is None:

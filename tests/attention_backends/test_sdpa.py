@@ -385,11 +385,13 @@ def _dense_unroll(
 
 
 @pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize("quiet", [None, (2, 0, 3), (1, 4, 0)])
 def test_unrolled_steps_equal_dense_attention(
-    window: int | None, backend: AttentionBackend
+    window: int | None, quiet: tuple[int, ...] | None, backend: AttentionBackend
 ) -> None:
     """Step j of a row sees step-0 keys up to its row in its document and its own keys of steps 1..j; output
-    and gradients are those of dense attention with that mask, while rows drop out on the way."""
+    and gradients are those of dense attention with that mask, while rows drop out on the way. The first rows of
+    a document, `quiet` of them, may leave their keys in a forward before."""
     torch.manual_seed(2)
     lens = (7, 4, 9)
     document = torch.repeat_interleave(torch.arange(3), torch.tensor(lens))
@@ -398,7 +400,15 @@ def test_unrolled_steps_equal_dense_attention(
     qkv = [tuple(torch.randn(n, h, 8, requires_grad=True) for h in (6, 2, 2)) for n in sizes]
     cache = UnrollCache(rows[0], (3, 0, 3))
     ctx = ForwardContext(backend, lens, unroll=cache)
-    outs = [backend.attend(*qkv[0], ctx, 0, 0.3, window)]
+    asks = torch.ones(20, dtype=torch.bool)
+    if quiet is not None:
+        row = torch.cat([torch.arange(n) for n in lens])
+        asks = row >= torch.tensor(quiet)[document]
+        first = ForwardContext(backend, quiet, unroll=cache, keys_only=True)
+        backend.attend(*(x[~asks] for x in qkv[0]), first, 0, 0.3, window)
+    own = tuple(torch.bincount(document[asks], minlength=3).tolist())
+    step0 = [x[asks] for x in qkv[0]]
+    outs = [backend.attend(*step0, ForwardContext(backend, own, unroll=cache), 0, 0.3, window)]
     cache.mode = "extend"
     for j, mine in enumerate(qkv[1:]):
         if j:
@@ -406,6 +416,7 @@ def test_unrolled_steps_equal_dense_attention(
             cache.narrow(keep, ((2, 0, 2), (1, 0, 1))[j - 1])
         outs.append(backend.attend(*mine, ctx, 0, 0.3, window))
     expected = _dense_unroll(qkv, rows, document, window)
+    expected[0] = expected[0][asks]
     inputs = [x for step in qkv for x in step]
     weights = [torch.randn_like(x) for x in expected]
     gradients = [

@@ -38,7 +38,8 @@ class SdpaBackend(AttentionBackend):
         if ctx.unroll is not None:
             return attend_unrolled(query, key, value, ctx, ctx.unroll, scale, window)
         if ctx.paged is None:
-            return attend_documents(query, key, value, ctx.query_lens, scale, window)
+            lens = (ctx.query_lens, ctx.query_lens)
+            return attend_documents(query, key, value, *lens, scale, window)
         write_pages(key, value, ctx.paged, layer)
         if ctx.keys_only:
             return torch.zeros_like(query)

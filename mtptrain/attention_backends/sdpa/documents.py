@@ -49,17 +49,20 @@ def _chunk_mask(tq: int, tk: int, window: int | None, device: torch.device) -> T
 
 
 def attend_documents(
-    query: Tensor, key: Tensor, value: Tensor, lens: Sequence[int], scale: float, window: int | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    query_lens: Sequence[int],
+    key_lens: Sequence[int],
+    scale: float,
+    window: int | None,
 ) -> Tensor:
+    """The queries of a document are its last rows."""
+    keys = [split_rows(x.transpose(0, 1), key_lens, 1) for x in (key, value)]
     out = [
-        grouped_sdpa(
-            q,
-            k.transpose(0, 1),
-            v.transpose(0, 1),
-            scale,
-            _chunk_mask(len(q), len(q), window, q.device),
-        )
-        for q, k, v in zip(*(split_rows(x, lens) for x in (query, key, value)), strict=True)
+        grouped_sdpa(q, k, v, scale, _chunk_mask(len(q), k.shape[1], window, q.device))
+        for q, k, v in zip(split_rows(query, query_lens), *keys, strict=True)
+        if len(q)
     ]
     return torch.cat(out)
 

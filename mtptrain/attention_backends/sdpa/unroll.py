@@ -26,10 +26,11 @@ def attend_unrolled(
     window: int | None,
 ) -> Tensor:
     if cache.mode == "record":
-        cache.step0 = (key, value)
+        key, value = _record(key, value, ctx.query_lens, cache)
         if ctx.keys_only:
             return torch.zeros_like(query)
-        return attend_documents(query, key, value, ctx.query_lens, scale, window)
+        lens = (ctx.query_lens, cache.step0_lens)
+        return attend_documents(query, key, value, *lens, scale, window)
     assert cache.step0 is not None, "step 0 records its keys before a later step reads them"
     width = 1 if cache.seen is None else len(cache.seen)
     cache.own += zip(*(x.unflatten(0, (-1, width)).unbind(1) for x in (key, value)), strict=True)
@@ -45,6 +46,22 @@ def attend_unrolled(
         if len(q)
     ]
     return torch.cat(out).flatten(0, 1) if out else torch.zeros_like(query)
+
+
+def _record(
+    key: Tensor, value: Tensor, lens: tuple[int, ...], cache: UnrollCache
+) -> tuple[Tensor, Tensor]:
+    """Puts the rows of step 0 into the cache, each document's behind those that it has there."""
+    if cache.step0 is not None:
+        before = [split_rows(x, cache.step0_lens) for x in cache.step0]
+        here = [split_rows(x, lens) for x in (key, value)]
+        key, value = (
+            torch.cat([x for pair in zip(*parts, strict=True) for x in pair])
+            for parts in zip(before, here, strict=True)
+        )
+        lens = tuple(a + b for a, b in zip(cache.step0_lens, lens, strict=True))
+    cache.step0, cache.step0_lens = (key, value), lens
+    return key, value
 
 
 def _local_rows(cache: UnrollCache, lens: tuple[int, ...]) -> Tensor:

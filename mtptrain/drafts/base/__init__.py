@@ -12,7 +12,12 @@ from mtptrain.drafts.base.draft import Draft, DraftConfig
 from mtptrain.drafts.base.head import Head, HeadConfig, proposal_of
 from mtptrain.drafts.base.proposal import Draw, Drawn, Proposal
 from mtptrain.drafts.base.rows import Pages, SomePages, TrueRows
-from mtptrain.drafts.base.supervision import UnrollStep, answer_chain, supervised_chain
+from mtptrain.drafts.base.supervision import (
+    UnrollStep,
+    answer_chain,
+    rows_from_first,
+    supervised_chain,
+)
 
 __all__ = [
     "Draft",
@@ -28,5 +33,6 @@ __all__ = [
     "UnrollStep",
     "answer_chain",
     "proposal_of",
+    "rows_from_first",
     "supervised_chain",
 ]

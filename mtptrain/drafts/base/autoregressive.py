@@ -24,7 +24,7 @@ from mtptrain.drafts.base.head import Head, proposal_of
 from mtptrain.drafts.base.proposal import Draw, Proposal
 from mtptrain.drafts.base.rows import TrueRows
 from mtptrain.drafts.base.step_rows import StepRows
-from mtptrain.drafts.base.supervision import UnrollStep, answer_chain
+from mtptrain.drafts.base.supervision import UnrollStep, answer_chain, rows_from_first
 from mtptrain.targets.base import Target
 from mtptrain.types import DraftBatch
 
@@ -82,13 +82,11 @@ class AutoregressiveHead(Head):
     ) -> Iterator[UnrollStep]:
         rows = (chain[1] if len(chain) > 1 else chain[0] & False).nonzero().squeeze(1)
         cache = UnrollCache(rows, _per_document(rows, batch.cu_seqlens))
-        ctx = ForwardContext(backend, lens, unroll=cache)
-        states = self._run(
-            0, _ahead(batch.input_ids, 1), self.first_state(batch.features), position, ctx
-        )
+        states, place = self._first_states(batch, chain[0], position, cache, backend)
         first = chain[0].nonzero().squeeze(1)
-        yield UnrollStep(self.scored(states[first]), first + 1, first + 2)
-        states, cache.mode = states[rows], "extend"
+        yield UnrollStep(self.scored(states[place[first]]), first + 1, first + 2)
+        states, cache.mode = states[place[rows]], "extend"
+        ctx = ForwardContext(backend, lens, unroll=cache)
         for j in range(1, len(chain)):
             keep = chain[j][rows]
             if not bool(keep.all()):
@@ -98,6 +96,28 @@ class AutoregressiveHead(Head):
                 ids = batch.input_ids[rows + 1 + j]
                 states = self._run(j, ids, states, position[rows] + j, ctx)
             yield UnrollStep(self.scored(states), rows + 1 + j, rows + 2 + j)
+
+    def _first_states(
+        self,
+        batch: DraftBatch,
+        supervised: Tensor,
+        position: Tensor,
+        cache: UnrollCache,
+        backend: AttentionBackend,
+    ) -> tuple[Tensor, Tensor]:
+        """Step 0: the states of each document's rows from its first supervised one on, and where each packed row
+        stands among them, [T]. Those before, a prompt's, leave their keys: nothing else of them is ever read."""
+        run = rows_from_first(supervised, batch.cu_seqlens)
+
+        def states(which: Tensor, keys_only: bool) -> Tensor:
+            lens = _per_document(which.nonzero().squeeze(1), batch.cu_seqlens)
+            ctx = ForwardContext(backend, lens, unroll=cache, keys_only=keys_only)
+            ids, state = _ahead(batch.input_ids, 1)[which], self.first_state(batch.features[which])
+            return self._run(0, ids, state, position[which], ctx)
+
+        if not bool(run.all()):
+            states(~run, keys_only=True)
+        return states(run, keys_only=False), run.cumsum(0) - 1
 
     def _unroll_modules(
         self,

@@ -47,3 +47,12 @@ def supervised_chain(mask: Tensor, cu_seqlens: Tensor, steps: int) -> Tensor:
         if offset >= 2:
             chain.append(alive)
     return torch.stack(chain)
+
+
+def rows_from_first(supervised: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """Which rows stand at or behind the first supervised one of their document, [T] bool; all of the batch, where
+    it has none."""
+    before = torch.cat([supervised.new_zeros(1, dtype=torch.long), supervised.cumsum(0)])
+    document = torch.repeat_interleave(torch.diff(cu_seqlens))
+    run = before[1:] > before[cu_seqlens[:-1]][document]
+    return run if bool(run.any()) else ~run
