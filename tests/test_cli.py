@@ -171,7 +171,7 @@ MISTAKES = {
     "recipe=smollm2": "unknown verb 'recipe=smollm2': the verb comes first",
     "fit recipe=smolm2": "unknown recipe 'smolm2': did you mean smollm2",
     "fit loss=kll": "unknown loss 'kll': did you mean kl?",
-    "fit loss=nothing": "(loss= takes cross_entropy, d_pace, eagle",
+    "fit loss=nothing": "(loss= takes confidence, cross_entropy, d_pace, dspark, eagle",
     "fit -m loss=kl,lkk": "unknown loss 'lkk': did you mean lk",
     "fit losss=kl": "unknown key 'losss' in losss=kl: did you mean loss",
     "fit data.pth=x": "unknown key 'data.pth' in data.pth=x: did you mean data.path",
