@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # products of tests are too small for more
 
 import pytest
 import torch
