@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from mtptrain.drafts.base.autoregressive import AutoregressiveHead
 from mtptrain.drafts.base.continuation import AutoregressiveConfig, fuse_layer, tap_size
-from mtptrain.drafts.base.step_rows import StepRows, leave_keys, states_of
+from mtptrain.drafts.base.step_rows import StepRows, input_norm, leave_keys, states_of
 from mtptrain.targets.base import Target
 from mtptrain.types import UserError
 
@@ -86,7 +86,9 @@ class Eagle3(AutoregressiveHead):
     def advance(self, step: int, rows: StepRows) -> Tensor:
         beside = self.embedding_norm(rows.embedding)[None]
         if rows.ctx.keys_only:
-            return leave_keys(self.layer, rows.state, rows, beside)
+            normed = input_norm(self.layer)(rows.state)
+            leave_keys(self.layer, normed, rows.rotary, rows.ctx, beside)
+            return rows.state
         x, rotary = rows.state[None], rows.rotary
         out = self.layer(x, position_embeddings=rotary, ctx=rows.ctx, beside=beside)
         state = states_of(out)

@@ -27,7 +27,7 @@ from mtptrain.drafts.base.continuation import fuse_layer
 from mtptrain.drafts.base.head import Head, HeadConfig, proposal_of
 from mtptrain.drafts.base.proposal import Draw, Drawn, Proposal
 from mtptrain.drafts.base.rows import TrueRows
-from mtptrain.drafts.base.step_rows import states_of
+from mtptrain.drafts.base.step_rows import input_norm, leave_keys, states_of
 from mtptrain.drafts.base.supervision import UnrollStep, answer_chain
 from mtptrain.targets.base import Target, tap_layer
 from mtptrain.types import DraftBatch, UserError
@@ -84,7 +84,7 @@ class BlockHead(Head):
         first, count = config.first_layer(target.num_layers), target.num_layers
         layers = [target.new_decoder_layer(first + i, count + i) for i in range(config.num_layers)]
         self.fc = fuse_layer(len(config.taps), target.hidden_size)
-        self.context_norm = copy.deepcopy(layers[0].get_submodule("input_layernorm"))
+        self.context_norm = copy.deepcopy(input_norm(layers[0]))
         self.layers = nn.ModuleList(layers)
         self.norm = target.new_norm()
         self.num_kv_layers = config.num_layers
@@ -110,13 +110,7 @@ class BlockHead(Head):
         context = self.context_norm(self.fc(features))
         rotary = self.target.position_embeddings(context, positions)
         for layer, ctx in zip(self.layers, contexts, strict=True):
-            attention = layer.get_submodule("self_attn")
-            attention(
-                hidden_states=context[None],
-                position_embeddings=rotary,
-                attention_mask=None,
-                ctx=ctx,
-            )
+            leave_keys(layer, context, rotary, ctx)
 
     def _read(
         self, anchors: Tensor, positions: Tensor, steps: int, contexts: Sequence[ForwardContext]

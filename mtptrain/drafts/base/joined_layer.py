@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from mtptrain.drafts.base.step_rows import StepRows, leave_keys, states_of
+from mtptrain.drafts.base.step_rows import StepRows, input_norm, leave_keys, states_of
 from mtptrain.targets.base import Target
 
 
@@ -55,6 +55,7 @@ class JoinedLayer(nn.Module):
     def forward(self, rows: StepRows) -> Tensor:
         x = self.fc(torch.cat([self.enorm(rows.embedding), self.hnorm(rows.state)], -1))
         if rows.ctx.keys_only:
-            return leave_keys(self.layer, x, rows)
+            leave_keys(self.layer, input_norm(self.layer)(x), rows.rotary, rows.ctx)
+            return x
         out = self.layer(x[None], position_embeddings=rows.rotary, ctx=rows.ctx)
         return self.norm(states_of(out))

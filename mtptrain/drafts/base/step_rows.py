@@ -20,18 +20,30 @@ class StepRows:
     ctx: ForwardContext
 
 
-def leave_keys(layer: nn.Module, x: Tensor, rows: StepRows, beside: Tensor | None = None) -> Tensor:
-    """Runs of a decoder layer only what leaves the keys and values of `x` [T, H], for rows whose context asks for
-    no more; returns `x`. `beside` is handed to the attention."""
+def input_norm(layer: nn.Module) -> nn.Module:
+    """What a decoder layer norms its attention's input with; the identity where the family norms outputs instead
+    (OLMo 2, EXAONE 4)."""
+    norm = getattr(layer, "input_layernorm", None)
+    return nn.Identity() if norm is None else norm
+
+
+def leave_keys(
+    layer: nn.Module,
+    normed: Tensor,
+    rotary: tuple[Tensor, Tensor],
+    ctx: ForwardContext,
+    beside: Tensor | None = None,
+) -> None:
+    """Runs of a decoder layer only what leaves keys and values, of rows [T, H] that are as its attention reads
+    them and whose context asks for no more. `beside` is handed to the attention."""
     more = {} if beside is None else {"beside": beside}
     layer.get_submodule("self_attn")(
-        hidden_states=layer.get_submodule("input_layernorm")(x)[None],
-        position_embeddings=rows.rotary,
+        hidden_states=normed[None],
+        position_embeddings=rotary,
         attention_mask=None,
-        ctx=rows.ctx,
+        ctx=ctx,
         **more,
     )
-    return x
 
 
 def states_of(out: Any) -> Tensor:
