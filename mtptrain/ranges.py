@@ -36,6 +36,8 @@ RANGES: dict[str, tuple[float, float]] = {
     "train.max_steps": (1, MOST),
     "train.max_minutes": (1e-9, 1e9),
     "train.anchors": (0, MOST),
+    "train.depth_keep": (1e-9, 1),
+    "train.depth_least": (0, 1),
     "train.batch_tokens": (1, MOST),
     "train.accumulate": (1, MOST),
     "train.learning_rate": (0, 1e30),

@@ -13,19 +13,17 @@ It gives up the paper's random start, which asks for far more data.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
 from mtptrain.drafts.base.autoregressive import AutoregressiveHead
+from mtptrain.drafts.base.beside import read_both
 from mtptrain.drafts.base.continuation import AutoregressiveConfig, fuse_layer, tap_size
 from mtptrain.drafts.base.step_rows import StepRows, input_norm, leave_keys, states_of
 from mtptrain.targets.base import Target
 from mtptrain.types import UserError
-
-# linear maps that read an attention's input, of all families: plain, fused, and with latent keys
-INPUT_MAPS = ("q_proj", "k_proj", "v_proj", "qkv_proj", "q_a_proj", "kv_a_proj_with_mqa")
 
 
 @dataclass(frozen=True)
@@ -66,7 +64,7 @@ class Eagle3(AutoregressiveHead):
         self.embedding_norm = nn.RMSNorm(hidden, eps=target.norm_eps)
         first = config.first_layer(target.num_layers)
         self.layer = target.new_decoder_layer(first, target.num_layers)
-        _read_both(self.layer.self_attn, config.embedding_scale)
+        read_both(self.layer.self_attn, config.embedding_scale)
         self.norm = target.new_norm()
 
     @torch.no_grad()
@@ -96,35 +94,3 @@ class Eagle3(AutoregressiveHead):
 
     def scored(self, state: Tensor) -> Tensor:
         return state if self.config.feedback == "normed" else self.norm(state)
-
-
-def _read_both(attention: Any, embedding_scale: float) -> None:
-    """Widens an attention's input maps to [embedding ; state]. Raises UserError where it finds none.
-
-    The embedding travels down the layer as keyword `beside`, as the context does, and is joined to the normed
-    state at the attention's door: so every other detail of the layer stays the family's.
-    """
-    names = [name for name in INPUT_MAPS if isinstance(getattr(attention, name, None), nn.Linear)]
-    if not names:
-        raise UserError(
-            f"draft=eagle3 finds no query, key or value map in {type(attention).__name__}; use draft=mtp"
-        )
-    for name in names:
-        setattr(attention, name, _widened(getattr(attention, name), embedding_scale))
-    attention.register_forward_pre_hook(_join, with_kwargs=True)
-
-
-def _widened(linear: nn.Linear, embedding_scale: float) -> nn.Linear:
-    wide = nn.Linear(2 * linear.in_features, linear.out_features, bias=False, device="meta")
-    weight = linear.weight.detach()
-    wide.weight = nn.Parameter(torch.cat([embedding_scale * weight, weight], 1))
-    wide.bias = linear.bias
-    return wide
-
-
-def _join(
-    attention: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
-    assert not args, "a layer of transformers names its attention's arguments"
-    beside = kwargs.pop("beside")
-    return args, kwargs | {"hidden_states": torch.cat([beside, kwargs["hidden_states"]], -1)}

@@ -101,7 +101,7 @@ def fit_draft(
         start=begun,
         share=Share(ranks, settings.accumulate),
         steps=settings.max_steps or (ENDLESS if settings.max_minutes else None),
-        anchors=Anchors(settings.anchors, settings.supervise == "all", seed),
+        anchors=_anchors(settings, seed),
     )
     steps = data.batches.steps
     scoring = _scoring(draft, target, weights, settings.scored_tokens, seed)
@@ -140,6 +140,11 @@ def _clock(
     return clock
 
 
+def _anchors(settings: TrainSettings, seed: int) -> Anchors:
+    everywhere = settings.supervise == "all"
+    return Anchors(settings.anchors, everywhere, seed, settings.depth_keep, settings.depth_least)
+
+
 def _require_all_trained(draft: Draft, loss: Loss, settings: TrainSettings) -> None:
     """Raises UserError where a part of the draft would be left at its start, before hours are spent."""
     steps, most = settings.unroll_steps, draft.max_draft_tokens
@@ -147,6 +152,11 @@ def _require_all_trained(draft: Draft, loss: Loss, settings: TrainSettings) -> N
         raise UserError(
             f"train.unroll_steps={steps} leaves {most - steps} of the draft's {most} steps untrained; "
             f"use train.unroll_steps={most} or a draft of fewer steps"
+        )
+    if steps < draft.least_unroll_steps:
+        raise UserError(
+            f"train.unroll_steps={steps} leaves a part of the draft untrained; use at least "
+            f"{draft.least_unroll_steps}"
         )
     over_vocabulary = [part for _, part in loss.summands() if isinstance(part, VocabLoss)]
     if draft.own_head() is not None and not over_vocabulary:

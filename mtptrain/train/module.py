@@ -58,6 +58,8 @@ class TrainSettings:
     )
     average: Literal["rows", "samples"] = "rows"  # what weighs the same in a step's loss
     anchors: int = 0  # rows of a document that draft in one step, drawn anew each time; 0: all
+    depth_keep: float = 1.0  # share of the rows that draft a token which draft a further one
+    depth_least: float = 0.0  # share of the rows that draft all the tokens they can, at least
     max_steps: int | None = None  # so many in place of the epochs' own
     max_minutes: float | None = (
         None  # of training, in place of the epochs; the schedule follows the clock

@@ -22,7 +22,7 @@ from transformers import (
 )
 
 from mtptrain.attention_backends.base import AttentionBackend, ForwardContext
-from mtptrain.drafts import eagle3
+from mtptrain.drafts.base.beside import read_both
 from mtptrain.drafts.eagle3 import Eagle3Config
 from mtptrain.drafts.folder import contract
 from mtptrain.targets.base import Target, place_taps
@@ -204,4 +204,4 @@ def test_choices_that_are_not_are_refused(choice: dict[str, str], message: str) 
 def test_an_attention_without_known_maps_is_refused() -> None:
     """A family whose attention cannot be widened is named, with the head that needs no widening."""
     with pytest.raises(UserError, match="no query, key or value map in Module; use draft=mtp"):
-        eagle3._read_both(nn.Module(), 0.0)
+        read_both(nn.Module(), 0.0)

@@ -76,6 +76,11 @@ VARIANTS: dict[str, list[dict[str, object]]] = {
         {"taps": ("final",), "num_layers": 2, "block_size": 3, "confidence": False},
         {"taps": ("layer.1",), "draft_vocab": EVEN},
     ],
+    "peagle": [
+        {"taps": THREE, "num_layers": 2},
+        {"taps": ("final",), "num_layers": 3, "mask_token_id": 7, "embedding_scale": 0.3},
+        {"taps": ("layer.1",), "num_layers": 1, "draft_vocab": EVEN},
+    ],
     "medusa": [
         {},
         {"num_heads": 2, "num_blocks": 3},

@@ -24,6 +24,7 @@ from mtptrain.drafts.hybrid import Hybrid, HybridConfig
 from mtptrain.drafts.medusa import MedusaConfig
 from mtptrain.drafts.mtp import MTPConfig
 from mtptrain.drafts.ngram import NgramConfig
+from mtptrain.drafts.peagle import PEagleConfig
 from mtptrain.drafts.suffix import SuffixConfig
 from mtptrain.losses.base import Loss
 from mtptrain.losses.confidence import Confidence
@@ -69,6 +70,10 @@ CASES = {
     "a corrected block of a reduced vocabulary": Case(
         DSparkConfig(taps=TWO, num_layers=2, draft_vocab=tuple(range(0, 512, 2))), 3
     ),
+    "masks": Case(PEagleConfig(taps=TWO, num_layers=2), 4),
+    "masks of a reduced vocabulary": Case(
+        PEagleConfig(taps=TWO, num_layers=2, draft_vocab=tuple(range(0, 512, 2))), 3
+    ),
     "prompt lookup": Case(NgramConfig(), 4),
     "static tree": Case(MTPConfig(), 5, TreeShape("static")),
     "dynamic tree": Case(MTPConfig(), 4, TreeShape("dynamic", 40, 5)),
@@ -93,6 +98,7 @@ FIXED = (  # drafts that learn nothing from other requests
     "three modules",
     "a block",
     "a corrected block",
+    "masks",
     "prompt lookup",
     "suffix alone",
     "hybrid of three modules",
@@ -517,6 +523,7 @@ SAMPLED = {
     "reduced vocabulary": Case(MTPConfig(draft_vocab=(1, 2, 4)), 2),
     "two modules": Case(MTPConfig(depth=2), 2),
     "a block": Case(DFlashConfig(num_layers=1, block_size=3), 2),
+    "masks": Case(PEagleConfig(num_layers=1), 2),
     "prompt lookup": Case(NgramConfig(min_ngram=1), 2),
     "suffix": Case(ONCE, 2),
     "hybrid": Case(HybridConfig(ONCE, MTPConfig(draft_vocab=(1, 2, 4)), 0.9), 2),

@@ -58,6 +58,30 @@ def test_a_drawn_row_drafts_as_far_as_its_answer_goes_and_no_other_does(batch: D
     assert torch.equal(answer_chain(drawn, 3, batch.loss_mask), whole & (drawn.depths > 0))
 
 
+@pytest.mark.parametrize("most", [0, 40])
+@pytest.mark.parametrize(("keep", "least"), [(0.8, 0.2), (0.5, 0.0), (0.3, 0.5)])
+def test_each_depth_keeps_its_share_of_rows_that_came_so_far(
+    keep: float, least: float, most: int
+) -> None:
+    """Of n rows of a document that draft, those at places i/n below max(keep ** d, least) draft more than d tokens:
+    a nested share, counted by a slow, obvious loop; and which rows these are is drawn anew."""
+    lens = (100, 23, 3)
+    mask, borders = torch.ones(sum(lens), dtype=torch.bool), torch.tensor([0, *lens]).cumsum(0)
+    nothing = torch.zeros(len(mask), 0)
+    batch = DraftBatch(torch.arange(len(mask)), nothing, nothing, mask, borders)
+    deepest = set[tuple[int, ...]]()
+    for number in range(6):
+        depths = Anchors(most, seed=2, keep=keep, least=least).of(batch, number).depths
+        assert depths is not None
+        for mine, length in zip(depths.split(lens), lens, strict=True):
+            rows = min(length - 2, most or length)
+            for d in range(9):
+                share = 1.0 if d == 0 else max(keep**d, least)
+                assert int((mine > d).sum()) == sum(i < share * rows for i in range(rows))
+        deepest.add(tuple((depths > 3).nonzero().squeeze(1).tolist()))
+    assert len(deepest) == 6
+
+
 def test_what_is_drawn_is_a_function_of_seed_and_number(batch: DraftBatch) -> None:
     """So that a resumed run and every rank draw the same; 0 leaves the batch as it is."""
 

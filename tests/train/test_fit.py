@@ -20,6 +20,7 @@ from mtptrain.drafts.dspark import DSparkConfig
 from mtptrain.drafts.eagle3 import Eagle3Config
 from mtptrain.drafts.medusa import MedusaConfig
 from mtptrain.drafts.mtp import MTPConfig
+from mtptrain.drafts.peagle import PEagleConfig
 from mtptrain.losses.base import FeatureLoss, VocabLoss
 from mtptrain.losses.kl import KL
 from mtptrain.losses.smooth_l1 import SmoothL1
@@ -34,6 +35,7 @@ from mtptrain.validate.simulated import simulate
 CURVE = "held_out/simulated_acceptance_length"
 CONFIG = MTPConfig(taps=("layer.1", "final"), draft_vocab_size=200)
 BLOCK = DFlashConfig(taps=("layer.1", "layer.2"), num_layers=2, block_size=4)
+PARALLEL = PEagleConfig(taps=("layer.1", "layer.2"), num_layers=2)
 CORRECTED = DSparkConfig(
     taps=("layer.1",), num_layers=2, block_size=3, draft_vocab_size=200, confidence=False
 )
@@ -149,6 +151,7 @@ def test_killed_behind_the_last_checkpoint(fit: Callable[..., TrainResult], tmp_
         {"config": MedusaConfig(num_heads=3)},
         {"config": BLOCK, "anchors": 5, "accumulate": 2, "checkpoint_every": 3},
         {"config": CORRECTED, "optimizer": "muon", "scored_tokens": 64},
+        {"config": PARALLEL, "depth_keep": 0.7, "accumulate": 2, "checkpoint_every": 3},
     ],
 )
 def test_every_choice_resumes(
@@ -199,6 +202,14 @@ def test_what_would_stay_untrained_is_refused_at_the_start(
     with pytest.raises(UserError, match=message):
         fit_draft(*kind, num_draft_tokens=3, seed=0)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_mask_that_no_step_would_train_is_refused_at_the_start(
+    fit: Callable[..., TrainResult], tmp_path: Path
+) -> None:
+    """P-EAGLE's learned vector stands behind the first drafted token only."""
+    with pytest.raises(UserError, match="train.unroll_steps=1 leaves a part .*; use at least 2$"):
+        fit(tmp_path, config=PARALLEL, unroll_steps=1)
 
 
 def test_seed_and_settings_decide_the_result(

@@ -17,6 +17,7 @@ from mtptrain.drafts.eagle3 import Eagle3Config
 from mtptrain.drafts.medusa import MedusaConfig
 from mtptrain.drafts.mtp import MTPConfig
 from mtptrain.drafts.ngram import NgramConfig
+from mtptrain.drafts.peagle import PEagleConfig
 from mtptrain.drafts.suffix import SuffixConfig
 from mtptrain.runtime.engine import Engine
 from mtptrain.runtime.scheduler import EngineLimits
@@ -39,6 +40,7 @@ HEADS = {
     ),
     "a block": (DFlashConfig(taps=("layer.1", "layer.2"), num_layers=2), 3),
     "a corrected block": (DSparkConfig(taps=("layer.2",), num_layers=2, confidence=False), 3),
+    "masks": (PEagleConfig(taps=("layer.1", "layer.2"), num_layers=2), 3),
     "heads that read no draft": (MedusaConfig(taps=("layer.1",), num_heads=3, num_blocks=2), 3),
 }
 

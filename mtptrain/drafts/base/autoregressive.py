@@ -24,7 +24,13 @@ from mtptrain.drafts.base.head import Head, proposal_of
 from mtptrain.drafts.base.proposal import Draw, Proposal
 from mtptrain.drafts.base.rows import TrueRows
 from mtptrain.drafts.base.step_rows import StepRows
-from mtptrain.drafts.base.supervision import UnrollStep, answer_chain, rows_from_first
+from mtptrain.drafts.base.supervision import (
+    UnrollStep,
+    answer_chain,
+    per_document,
+    rows_from_first,
+    tokens_ahead,
+)
 from mtptrain.targets.base import Target
 from mtptrain.types import DraftBatch
 
@@ -81,7 +87,7 @@ class AutoregressiveHead(Head):
         backend: AttentionBackend,
     ) -> Iterator[UnrollStep]:
         rows = (chain[1] if len(chain) > 1 else chain[0] & False).nonzero().squeeze(1)
-        cache = UnrollCache(rows, _per_document(rows, batch.cu_seqlens))
+        cache = UnrollCache(rows, per_document(rows, batch.cu_seqlens))
         states, place = self._first_states(batch, chain[0], position, cache, backend)
         first = chain[0].nonzero().squeeze(1)
         yield UnrollStep(self.scored(states[place[first]]), first + 1, first + 2)
@@ -91,7 +97,7 @@ class AutoregressiveHead(Head):
             keep = chain[j][rows]
             if not bool(keep.all()):
                 rows, states = rows[keep], states[keep]
-                cache.narrow(keep, _per_document(rows, batch.cu_seqlens))
+                cache.narrow(keep, per_document(rows, batch.cu_seqlens))
             if len(rows):  # else every answer of the batch has ended
                 ids = batch.input_ids[rows + 1 + j]
                 states = self._run(j, ids, states, position[rows] + j, ctx)
@@ -110,9 +116,12 @@ class AutoregressiveHead(Head):
         run = rows_from_first(supervised, batch.cu_seqlens)
 
         def states(which: Tensor, keys_only: bool) -> Tensor:
-            lens = _per_document(which.nonzero().squeeze(1), batch.cu_seqlens)
+            lens = per_document(which.nonzero().squeeze(1), batch.cu_seqlens)
             ctx = ForwardContext(backend, lens, unroll=cache, keys_only=keys_only)
-            ids, state = _ahead(batch.input_ids, 1)[which], self.first_state(batch.features[which])
+            ids, state = (
+                tokens_ahead(batch.input_ids, 1)[which],
+                self.first_state(batch.features[which]),
+            )
             return self._run(0, ids, state, position[which], ctx)
 
         if not bool(run.all()):
@@ -130,7 +139,7 @@ class AutoregressiveHead(Head):
         ctx = ForwardContext.packed(backend, lens)
         states = self.first_state(batch.features)
         for j in range(min(len(chain), self.depth)):
-            states = self._run(j, _ahead(batch.input_ids, 1 + j), states, position + j, ctx)
+            states = self._run(j, tokens_ahead(batch.input_ids, 1 + j), states, position + j, ctx)
             rows = chain[j].nonzero().squeeze(1)
             yield UnrollStep(self.scored(states[rows]), rows + 1 + j, rows + 2 + j)
 
@@ -223,13 +232,3 @@ class AutoregressiveHead(Head):
             if row >= 0:
                 memory[key] = outputs[i][row : row + 1].clone()
         return waiting, joined
-
-
-def _ahead(input_ids: Tensor, offset: int) -> Tensor:
-    """Token t + offset for each packed row; the last rows, never supervised, read token 0."""
-    return torch.cat([input_ids[offset:], input_ids.new_zeros(min(offset, len(input_ids)))])
-
-
-def _per_document(rows: Tensor, cu_seqlens: Tensor) -> tuple[int, ...]:
-    """How many of the ascending packed `rows` lie in each document."""
-    return tuple(torch.diff(torch.searchsorted(rows, cu_seqlens)).tolist())

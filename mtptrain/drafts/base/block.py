@@ -23,50 +23,28 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mtptrain.attention_backends.base import AttentionBackend, ForwardContext, UnrollCache
-from mtptrain.drafts.base.continuation import fuse_layer
-from mtptrain.drafts.base.head import Head, HeadConfig, proposal_of
+from mtptrain.drafts.base.continuation import ParallelConfig, fuse_layer
+from mtptrain.drafts.base.head import Head, proposal_of
 from mtptrain.drafts.base.proposal import Draw, Drawn, Proposal
 from mtptrain.drafts.base.rows import TrueRows
 from mtptrain.drafts.base.step_rows import input_norm, leave_keys, states_of
 from mtptrain.drafts.base.supervision import UnrollStep, answer_chain
-from mtptrain.targets.base import Target, tap_layer
+from mtptrain.targets.base import Target
 from mtptrain.types import DraftBatch, UserError
 
 MOST = 64  # slots of a block: a folder that claims more was made by nobody
 
 
 @dataclass(frozen=True)
-class BlockConfig(HeadConfig):
-    """What a block head chooses. `mask_token_id` names the token whose frozen embedding stands for those to
-    come: best one that the target never writes."""
+class BlockConfig(ParallelConfig):
+    """What a block head chooses."""
 
-    num_layers: int = 3
     block_size: int = 5  # slots, the anchor's included
-    mask_token_id: int = 0
-    init_layer: int | None = None  # the target's layer to start from; None: see `first_layer`
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if not 2 <= self.block_size <= MOST:
             raise UserError(f"draft.block_size={self.block_size} must lie in 2 to {MOST}")
-
-    def first_layer(self, num_layers: int) -> int:
-        """The target's layer that the first one starts as: unless asked otherwise, the one behind the last tap,
-        or an earlier one where too few follow."""
-        last = num_layers - self.num_layers
-        if not 0 <= last < num_layers:
-            raise UserError(
-                f"draft.num_layers={self.num_layers} must lie in 1 to {num_layers}, the target's layers"
-            )
-        tapped = tap_layer(self.taps[-1])
-        first = self.init_layer
-        if first is None:
-            return last if tapped is None else min(last, tapped + 1)
-        if not 0 <= first <= last:
-            raise UserError(
-                f"draft.init_layer={first} must lie in 0 to {last}: {self.num_layers} layers follow from it"
-            )
-        return first
 
 
 class BlockHead(Head):
@@ -77,10 +55,7 @@ class BlockHead(Head):
 
     def __init__(self, config: BlockConfig, target: Target) -> None:
         super().__init__(config, target)
-        if not 0 <= config.mask_token_id < target.vocab_size:
-            raise UserError(
-                f"draft.mask_token_id={config.mask_token_id} must lie in 0 to {target.vocab_size - 1}"
-            )
+        config.require_mask_token(target.vocab_size)
         first, count = config.first_layer(target.num_layers), target.num_layers
         layers = [target.new_decoder_layer(first + i, count + i) for i in range(config.num_layers)]
         self.fc = fuse_layer(len(config.taps), target.hidden_size)

@@ -47,6 +47,41 @@ class AutoregressiveConfig(HeadConfig):
         return self.first_layer(num_layers) == self.next_layer(num_layers)
 
 
+@dataclass(frozen=True)
+class ParallelConfig(HeadConfig):
+    """What a head of several layers chooses that guesses several places at once. `mask_token_id` names the token
+    whose frozen embedding stands for those to come: best one that the target never writes."""
+
+    num_layers: int = 3
+    mask_token_id: int = 0
+    init_layer: int | None = None  # the target's layer to start from; None: see `first_layer`
+
+    def first_layer(self, num_layers: int) -> int:
+        """The target's layer that the first one starts as: unless asked otherwise, the one behind the last tap,
+        or an earlier one where too few follow."""
+        last = num_layers - self.num_layers
+        if not 0 <= last < num_layers:
+            raise UserError(
+                f"draft.num_layers={self.num_layers} must lie in 1 to {num_layers}, the target's layers"
+            )
+        tapped = tap_layer(self.taps[-1])
+        first = self.init_layer
+        if first is None:
+            return last if tapped is None else min(last, tapped + 1)
+        if not 0 <= first <= last:
+            raise UserError(
+                f"draft.init_layer={first} must lie in 0 to {last}: {self.num_layers} layers follow from it"
+            )
+        return first
+
+    def require_mask_token(self, vocab_size: int) -> None:
+        """Raises UserError where the target has no such token."""
+        if not 0 <= self.mask_token_id < vocab_size:
+            raise UserError(
+                f"draft.mask_token_id={self.mask_token_id} must lie in 0 to {vocab_size - 1}"
+            )
+
+
 def tap_size(features: Tensor, hidden_size: int) -> Tensor:
     """Median root mean square of the last tap's rows, 0-dim; the first token's is off the scale."""
     return features[:, -hidden_size:].float().pow(2).mean(-1).sqrt().median()

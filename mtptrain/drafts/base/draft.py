@@ -56,6 +56,7 @@ class Draft(nn.Module):
     taps: tuple[str, ...] = ()
     num_kv_layers: int = 0
     max_draft_tokens: int | None = None  # None: any length
+    least_unroll_steps: int = 1  # fewer in training would leave a part of it at its start
     shares_prefix: bool = (
         True  # pages of a common prefix suffice; False where memories matter as well
     )

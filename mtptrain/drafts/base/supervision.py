@@ -56,3 +56,13 @@ def rows_from_first(supervised: Tensor, cu_seqlens: Tensor) -> Tensor:
     document = torch.repeat_interleave(torch.diff(cu_seqlens))
     run = before[1:] > before[cu_seqlens[:-1]][document]
     return run if bool(run.any()) else ~run
+
+
+def tokens_ahead(input_ids: Tensor, offset: int) -> Tensor:
+    """Token t + offset for each packed row; the last rows, never supervised, read token 0."""
+    return torch.cat([input_ids[offset:], input_ids.new_zeros(min(offset, len(input_ids)))])
+
+
+def per_document(rows: Tensor, cu_seqlens: Tensor) -> tuple[int, ...]:
+    """How many of the ascending packed `rows` lie in each document."""
+    return tuple(torch.diff(torch.searchsorted(rows, cu_seqlens)).tolist())
