@@ -143,7 +143,8 @@ class Session(Inputs):
         if self.draft_config.trained() is self.draft_config:
             return self.train_key
         how = (self.target_fingerprint, self.chat.thinking, str(self.config.target.dtype))
-        return fingerprint("draft", __version__, trained, self.draft_config, *how, self.seed)
+        what = (trained, self.draft_config, self.draft_config.weights_key())
+        return fingerprint("draft", __version__, *what, *how, self.seed)
 
     @cached_property
     def validate_key(self) -> str:

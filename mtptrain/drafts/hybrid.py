@@ -67,6 +67,8 @@ class Hybrid(Draft):
 
     def __init__(self, config: HybridConfig, lookup: Draft, head: Draft) -> None:
         super().__init__()
+        if lookup.num_kv_layers:
+            raise UserError("draft.lookup must be a draft without weights, such as suffix or ngram")
         self.config: HybridConfig = config
         self.lookup, self.head = lookup, head
         self.taps, self.num_kv_layers = head.taps, head.num_kv_layers

@@ -50,11 +50,13 @@ class ModelRunner:
     ) -> None:
         self.target, self.draft, self.backend, self.taps = target, draft, backend, taps
         self.common: dict[str, Any] = {}  # what the draft keeps over all sequences
-        layers = target.num_layers + (draft.num_kv_layers if draft else 0)
+        shapes = [target.kv_shape()] * target.num_layers
+        if draft is not None:
+            shapes += [draft.kv_shape or target.kv_shape()] * draft.num_kv_layers
         self.pool = KVPool(
             limits.num_pages,
             limits.page_size,
-            [target.kv_shape()] * layers,
+            shapes,
             target.head_weight.dtype,
             target.device,
         )

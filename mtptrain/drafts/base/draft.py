@@ -33,6 +33,10 @@ class DraftConfig(ABC):
         """The draft that serves, around its trained part."""
         return self.build(target) if trained is None else trained
 
+    def weights_key(self) -> str:
+        """Names the weights that it reads from elsewhere; empty: none. A report is made anew where they change."""
+        return ""
+
     @property
     def grows_trees(self) -> bool:
         """Whether its draft has `start` and `step`, from which the runtime grows token trees."""
@@ -55,6 +59,9 @@ class Draft(nn.Module):
     config: Any  # the DraftConfig it was built from; each mechanism has its own class
     taps: tuple[str, ...] = ()
     num_kv_layers: int = 0
+    kv_shape: tuple[int, int] | None = (
+        None  # (KV heads, head dimension) of these; None: the target's
+    )
     max_draft_tokens: int | None = None  # None: any length
     least_unroll_steps: int = 1  # fewer in training would leave a part of it at its start
     shares_prefix: bool = (
