@@ -55,10 +55,12 @@ class ComparedDraft:
 
     name: str  # as `drafts=` has it
     draft: str  # the mechanism
+    sampling: Sampling  # its own proposals; tokens are drawn alike for all
     acceptance_length: AcceptanceLength
     tokens_per_step: float | None
     conditional_acceptance: tuple[float | None, ...]  # [D]
     joint_acceptance: tuple[float, ...]  # [D]
+    simulated_acceptance_length: float | None  # None: the held-out curve is not of what it proposes
     lossless: Lossless | None
     cost: DraftCost
     training: Training | None  # None: it needs none
@@ -100,7 +102,6 @@ class Comparison:
 
     target: str
     budget: Budget
-    sampling: Sampling
     prompts: int
     drafts: tuple[ComparedDraft, ...]
     provenance: Provenance
@@ -112,10 +113,12 @@ def compared(name: str, report: Report, cost: DraftCost, train_folder: Path) -> 
     return ComparedDraft(
         name,
         report.draft,
+        report.sampling,
         report.acceptance_length,
         report.tokens_per_step,
         report.conditional_acceptance,
         report.joint_acceptance,
+        report.simulated_acceptance_length,
         report.lossless,
         cost,
         _training(train_folder),
@@ -128,9 +131,7 @@ def compare_drafts(
 ) -> Comparison:
     """All lines, on what the reports have in common."""
     first = reports[0]
-    return Comparison(
-        first.target, budget, first.sampling, first.counts.prompts, tuple(drafts), origin
-    )
+    return Comparison(first.target, budget, first.counts.prompts, tuple(drafts), origin)
 
 
 def _training(folder: Path) -> Training | None:

@@ -1,4 +1,8 @@
-"""The two plots of a comparison: acceptance against position, acceptance length against training time."""
+"""The two plots of a comparison: acceptance against position, acceptance length against training time.
+
+The second is of heads that propose chains: training walks a head's chains and nothing else, so it says nothing of a
+token tree, of a chain that is cut, or of a draft around the head.
+"""
 
 from __future__ import annotations
 
@@ -22,9 +26,9 @@ def plot_comparison(comparison: Comparison, folder: Path) -> None:
     by_time = [
         (d.name, [(p.seconds / 60, p.simulated_acceptance_length) for p in d.training.curve])
         for d in comparison.drafts
-        if d.training
+        if d.training and d.simulated_acceptance_length is not None
     ]
-    places = range(1, comparison.sampling.num_draft_tokens + 1)
+    places = range(1, max(d.sampling.num_draft_tokens for d in comparison.drafts) + 1)
     _plot(by_position, "drafted token", "conditional acceptance", folder / BY_POSITION, places)
     _plot(by_time, "minutes of training", "simulated acceptance length", folder / BY_TIME)
 

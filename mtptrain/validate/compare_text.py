@@ -16,7 +16,7 @@ from mtptrain.validate.acceptance import AcceptanceLength, CategoryAcceptance
 from mtptrain.validate.compare import Budget, ComparedDraft, Comparison, save_comparison
 from mtptrain.validate.compare_plots import BY_POSITION, BY_TIME, plot_comparison
 from mtptrain.validate.figures import Lossless
-from mtptrain.validate.report_text import provenance_rows, setting
+from mtptrain.validate.report_text import drawing, proposes, provenance_rows
 from mtptrain.validate.tables import Row, html_table, number, span, table
 
 STYLE = (
@@ -27,7 +27,8 @@ STYLE = (
 
 
 LENGTH, STEP = "acceptance length (95 %)", "tokens a step"
-SUMMARY = (LENGTH, STEP, "parameters", "training tokens/s", "minutes trained")
+SHAPE = "proposes"
+SUMMARY = (SHAPE, LENGTH, STEP, "parameters", "training tokens/s", "minutes trained")
 NOTE = (
     "Tokens a step counts every decode step, those without a proposal too. Parameters and cache are the draft's "
     "own. What proposing costs is its time in a decode step, in steps of the target alone. Speed counts tokens "
@@ -91,7 +92,7 @@ def summary_table(comparison: Comparison) -> str:
 
 def _opening(comparison: Comparison) -> str:
     given = _budget(comparison.budget)
-    return f"{setting(comparison.sampling)}; {comparison.prompts:,} prompts; {given}."
+    return f"{drawing(comparison.drafts[0].sampling)}; {comparison.prompts:,} prompts; {given}."
 
 
 def _budget(budget: Budget) -> str:
@@ -103,7 +104,8 @@ def _budget(budget: Budget) -> str:
 def _sections(comparison: Comparison) -> list[Section]:
     names = tuple(d.name for d in comparison.drafts)
     warnings = [(d.name, text) for d in comparison.drafts for text in d.warnings]
-    given, held_out = "Given that all tokens before it held.", "On held-out answers, not decoded."
+    given = "Given that all tokens before it held."
+    held_out = "On held-out answers, not decoded; of heads that propose whole chains only."
     return [
         Section("Figures", NOTE, ("figure", *names), _figures(comparison)),
         Section("Acceptance by position", given, plot=BY_POSITION),
@@ -120,11 +122,12 @@ def _figures(comparison: Comparison) -> list[Row]:
 
 
 def _cells(comparison: Comparison) -> Iterator[tuple[str, Callable[[ComparedDraft], str]]]:
+    yield SHAPE, lambda d: proposes(d.sampling)
     yield LENGTH, lambda d: _length(d.acceptance_length)
     for name in sorted({n for d in comparison.drafts for n in d.acceptance_length.by_category}):
         yield f"… {name}", lambda d, n=name: _length(d.acceptance_length.by_category.get(n))
     yield STEP, lambda d: number(d.tokens_per_step, 2)
-    for k in range(comparison.sampling.num_draft_tokens):
+    for k in range(max(d.sampling.num_draft_tokens for d in comparison.drafts)):
         yield f"token {k + 1} held, given those before", lambda d, k=k: _at(d, k)
     yield "tokens that differ from the target's", lambda d: _lossless(d.lossless)
     yield "parameters", lambda d: f"{d.cost.parameters:,}"

@@ -130,11 +130,21 @@ def provenance_rows(provenance: Provenance) -> list[Row]:
     ]
 
 
+def proposes(sampling: Sampling) -> str:
+    """The shape of a proposal, in a few words."""
+    shape = "chain" if sampling.tree is None else f"tree {sampling.tree}"
+    cut = f", min-confidence {sampling.min_confidence:g}" if sampling.min_confidence else ""
+    return f"{shape} D={sampling.num_draft_tokens}{cut}"
+
+
 def setting(sampling: Sampling) -> str:
     """How tokens were proposed and drawn, in a few words."""
-    shape = "chain" if sampling.tree is None else f"tree {sampling.tree}"
-    parts = [f"{shape} D={sampling.num_draft_tokens}", f"T={sampling.temperature:g}"]
-    parts += [f"min-confidence {sampling.min_confidence:g}"] if sampling.min_confidence else []
+    return f"{proposes(sampling)}, {drawing(sampling)}"
+
+
+def drawing(sampling: Sampling) -> str:
+    """How the target's tokens were drawn."""
+    parts = [f"T={sampling.temperature:g}"]
     if sampling.temperature:
         parts += [f"top-k {sampling.top_k}"] if sampling.top_k else []
         parts += [f"top-p {sampling.top_p:g}"] if sampling.top_p < 1 else []

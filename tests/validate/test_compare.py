@@ -10,6 +10,7 @@ import pytest
 
 from mtptrain.run import Provenance, StageFolder
 from mtptrain.types import Completion, Request, UserError, VerifyPass
+from mtptrain.validate import compare_plots
 from mtptrain.validate.acceptance import measure_acceptance
 from mtptrain.validate.compare import (
     Budget,
@@ -34,7 +35,9 @@ def _report(draft: str, *accepted: int) -> Report:
     done = [Completion(r, tokens, passes, len(passes), "length") for r in requests]
     run = measured_run(measure_acceptance(done, 2), Sampling(0.0, 2, None, 0, 4), None)
     lossless = Lossless(len(tokens) * 4, 0)
-    return assemble(run, target="tiny", draft=draft, provenance=ORIGIN, lossless=lossless)
+    walked = None if draft == "ngram" else 1.5
+    known = {"lossless": lossless, "simulated_acceptance_length": walked}
+    return assemble(run, target="tiny", draft=draft, provenance=ORIGIN, **known)
 
 
 def _trained(folder: Path) -> Path:
@@ -109,9 +112,36 @@ def test_one_table_has_every_figure(comparison: Comparison) -> None:
 def test_the_summary_has_a_line_a_draft(comparison: Comparison) -> None:
     """What the terminal shows: the same figures, turned."""
     header, _, *lines = summary_table(comparison).splitlines()
-    assert header.startswith("| draft | acceptance length (95 %) | tokens a step |")
+    assert header.startswith("| draft | proposes | acceptance length (95 %) | tokens a step |")
     assert [line.split(" | ")[0] for line in lines] == ["| mtp", "| ngram"]
     assert len({line.count("|") for line in (header, *lines)}) == 1
+
+
+def test_every_draft_says_what_it_proposes(comparison: Comparison) -> None:
+    """A tree stands as a tree, whichever draft comes first; what is drawn alike stands above the table."""
+    head, lookup = comparison.drafts
+    tree = replace(head, sampling=replace(head.sampling, tree="dynamic, 59 nodes, top 10"))
+    text = render_markdown(replace(comparison, drafts=(lookup, tree)))
+    assert "| proposes | chain D=2 | tree dynamic, 59 nodes, top 10 D=2 |" in text
+    assert "\n\nT=0; 4 prompts;" in text
+
+
+def test_only_what_was_walked_is_drawn_over_time(
+    comparison: Comparison, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Training's curve is that of a head's chains: a tree or a hybrid that shares the head has no line of its own."""
+    drawn = dict[str, list[str]]()
+
+    def note(
+        lines: list[tuple[str, object]], x: str, y: str, out: Path, ticks: object = None
+    ) -> None:
+        drawn[out.name] = [name for name, _ in lines]
+
+    monkeypatch.setattr(compare_plots, "_plot", note)
+    head = comparison.drafts[0]
+    others = (replace(head, name=n, simulated_acceptance_length=None) for n in ("tree", "hybrid"))
+    compare_plots.plot_comparison(replace(comparison, drafts=(head, *others)), tmp_path)
+    assert drawn == {BY_POSITION: ["mtp", "tree", "hybrid"], BY_TIME: ["mtp"]}
 
 
 def test_warnings_name_their_draft(comparison: Comparison) -> None:
