@@ -81,6 +81,16 @@ def finite_rows(rows: Tensor, scales: Tensor | None) -> Tensor:
     return finite if scales is None else finite & _finite(scales)
 
 
+def all_finite(data: memoryview, kind: torch.dtype) -> bool:
+    """Whether no value of this kind in these bytes is infinite or NaN, by their bits; half a value is not finite."""
+    if kind not in _EXPONENT or not len(data):
+        return True
+    bits, exponent = _EXPONENT[kind]
+    if len(data) % bits.itemsize:
+        return False
+    return int(torch.frombuffer(data, dtype=bits).bitwise_and(exponent).amax()) < exponent
+
+
 def _finite(values: Tensor) -> Tensor:
     if values.dtype not in _EXPONENT:  # integers
         return torch.ones(values.shape[0], dtype=torch.bool)

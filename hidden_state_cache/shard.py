@@ -82,6 +82,18 @@ def open_shard(folder: Path, info: ShardInfo, manifest: Manifest) -> Shard:
         raise StoreError(f"{folder / info.file}: {fault}") from error
 
 
+def value_places(path: Path) -> dict[str, range]:
+    """Where the bytes of each tensor lie in a shard's file, by its header; nothing where that is damaged."""
+    try:
+        with open(path, "rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            header: dict[str, Any] = json.loads(file.read(min(length, path.stat().st_size)))
+        places = {name: header[name]["data_offsets"] for name in header if name != "__metadata__"}
+        return {name: range(*(8 + length + x for x in at)) for name, at in places.items()}
+    except (KeyError, TypeError, ValueError, RecursionError):
+        return {}
+
+
 Layout = dict[str, tuple[list[int], torch.dtype]]
 
 

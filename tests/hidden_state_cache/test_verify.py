@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +12,8 @@ import pytest
 import torch
 
 from hidden_state_cache import FeatureStore, Manifest, RowDtype, StoredSample, StoreError, verify
-from hidden_state_cache.shard import open_shard
+from hidden_state_cache.codec import TORCH_DTYPES
+from hidden_state_cache.shard import open_shard, value_places
 
 WriteStore = Callable[..., list[StoredSample]]
 
@@ -55,6 +57,36 @@ def test_every_faulty_shard_is_named(tmp_path: Path, write_store: WriteStore) ->
     faults = verify(tmp_path).faults
     named = [fault.split(" ", 1)[0] for fault in faults]
     assert named == [shards[0].name, shards[1].name, shards[3].name]
+
+
+@pytest.mark.parametrize("piece", [64, 1 << 18])
+@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32", "fp8", "int8"])
+def test_a_value_that_is_not_finite_is_found_wherever_it_lies(
+    tmp_path: Path,
+    write_store: WriteStore,
+    monkeypatch: pytest.MonkeyPatch,
+    dtype: RowDtype,
+    piece: int,
+) -> None:
+    """The last value of a tensor of floats, and its first, are checked, also where pieces are cut between them."""
+    monkeypatch.setattr(importlib.import_module("hidden_state_cache.verify"), "_PIECE", piece)
+    write_store(dtype)
+    assert verify(tmp_path).ok
+    manifest = Manifest.of_store(tmp_path)
+    path = tmp_path / manifest.shards[0].file
+    sound = path.read_bytes()
+    scaled = dtype == "int8"
+    size = 4 if scaled else TORCH_DTYPES[dtype].itemsize
+    at = value_places(path)["scales" if scaled else "features"]
+    for first in (at.start, at.stop - size):
+        data = sound[:first] + b"\xff" * (size - 1) + b"\x7f" + sound[first + size :]
+        path.write_bytes(data)
+        checksum = f"sha256:{hashlib.sha256(data).hexdigest()}"
+        shards = (replace(manifest.shards[0], checksum=checksum), *manifest.shards[1:])
+        (tmp_path / "manifest.json").write_text(replace(manifest, shards=shards).to_json())
+        (fault,) = verify(tmp_path).faults
+        row = 0 if first == at.start else manifest.shards[0].tokens - 1
+        assert fault.startswith(f"{path.name}: row {row} ") and fault.endswith("is not finite")
 
 
 def test_a_row_that_is_not_finite_is_found(tmp_path: Path, write_store: WriteStore) -> None:
