@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -47,6 +48,11 @@ def main(target: str, store: str, run: str, settings: str, killed_at: str) -> No
     if ranks.rank == 0:
         save_file(result.draft.state_dict(), folder / "weights.safetensors")
         (folder / "rows").write_text(str(result.supervised_rows))
+    if (
+        dist.is_initialized()
+    ):  # a rank that leaves while the other still talks to it may abort either
+        dist.barrier()
+        dist.destroy_process_group()
 
 
 def _die_at(step: int) -> None:
