@@ -75,6 +75,17 @@ class Clamped(MLP):
         return super().forward(x).clamp(-0.01, 0.01)
 
 
-@pytest.mark.parametrize("mlp", [MLP(activation=nn.GELU()), Clamped(), nn.Linear(24, 24)])
+class Experts(nn.Module):
+    """The same names, as several families have them for their experts: weights, no modules."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_proj, self.up_proj = (nn.Parameter(torch.randn(4, 56, 24)) for _ in range(2))
+        self.down_proj = nn.Parameter(torch.randn(4, 24, 56))
+
+
+@pytest.mark.parametrize(
+    "mlp", [MLP(activation=nn.GELU()), Clamped(), nn.Linear(24, 24), Experts()]
+)
 def test_anything_else_stays(mlp: nn.Module) -> None:
     assert not any(isinstance(m, GatedMLP) for m in network(mlp).modules())
