@@ -48,5 +48,10 @@ class TargetParts:
         return Target.load(self.folder, str(self.config.target.dtype), device)
 
     @cached_property
+    def outline(self) -> Target:
+        """Shapes alone: what fits the target is known before its weights are loaded."""
+        return Target.outline(self.folder)
+
+    @cached_property
     def backend(self) -> AttentionBackend:
         return instantiate(self.config.attention_backend)

@@ -14,6 +14,7 @@ from omegaconf import DictConfig
 from mtptrain.pipeline.compare import compare
 from mtptrain.pipeline.draft import train, validate
 from mtptrain.pipeline.look import inspect_data
+from mtptrain.pipeline.sound import check_run
 from mtptrain.pipeline.store import capture, prepare
 from mtptrain.run import VERBS, save_resolved
 from mtptrain.session import Session
@@ -33,6 +34,8 @@ def run(verb: str, config: DictConfig) -> None:
         session = Session(config, verb != "inspect", locks)
         if verb == "inspect":
             return inspect_data(session)
+        if verb in ("fit", "train", "validate"):
+            check_run(session)
         session.hold(session.run_dir)
         save_resolved(config, session.run_dir)
         stages["validate" if verb == "fit" else verb](session)

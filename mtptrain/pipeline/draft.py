@@ -66,7 +66,8 @@ def train(session: Session) -> None:
     )
     save_draft(result.draft, session.draft_folder, _promise(session, result.draft))
     saved = load_draft(session.draft_folder, session.target)
-    check_served(saved, session.target, session.backend, store, num_draft_tokens)
+    most = min(num_draft_tokens, saved.max_draft_tokens or num_draft_tokens)  # of a hybrid's head
+    check_served(saved, session.target, session.backend, store, most)
     stage.complete(
         session.train_key,
         steps=result.steps,

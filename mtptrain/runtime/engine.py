@@ -43,6 +43,26 @@ class EngineTimes:
     decode_steps: int = 0
 
 
+def check_draft(draft: Draft, limits: EngineLimits) -> None:
+    """Raises UserError where the draft cannot propose what is asked."""
+    asked, most = limits.num_draft_tokens, draft.max_draft_tokens
+    if not 1 <= asked <= (most or 1 << 30):
+        raise UserError(
+            f"num_draft_tokens={asked} does not fit this draft; use 1 to {most or 'any number'}"
+        )
+    limits.tree.require(draft.config)
+    require_confidence(draft.says_confidence, limits)
+
+
+def require_confidence(says_confidence: bool, limits: EngineLimits) -> None:
+    """Raises UserError where chains are to end by a confidence that the draft does not say."""
+    if limits.min_confidence and not says_confidence:
+        raise UserError(
+            f"min_confidence={limits.min_confidence:g} needs a draft that says how sure it is; use draft=dspark "
+            "or min_confidence=0"
+        )
+
+
 class Engine:
     """Decodes batches of requests with a target and, if given, a draft."""
 
@@ -57,20 +77,8 @@ class Engine:
     ) -> None:
         if draft is not None and capture_taps:
             raise ValueError("features are captured in plain decoding only")
-        if draft is not None and not 1 <= limits.num_draft_tokens <= (
-            draft.max_draft_tokens or 1 << 30
-        ):
-            raise UserError(
-                f"num_draft_tokens={limits.num_draft_tokens} does not fit this draft; use 1 to "
-                f"{draft.max_draft_tokens or 'any number'}"
-            )
         if draft is not None:
-            limits.tree.require(draft.config)
-        if draft is not None and limits.min_confidence and not draft.says_confidence:
-            raise UserError(
-                f"min_confidence={limits.min_confidence:g} needs a draft that says how sure it is; use draft=dspark "
-                "or min_confidence=0"
-            )
+            check_draft(draft, limits)
         self.target, self.draft, self.limits, self.eos_ids = target, draft, limits, eos_ids
         self.capture = bool(capture_taps)
         self.runner = ModelRunner(

@@ -78,6 +78,17 @@ class Target:
             )
         return cls(model.to(device), str(folder))
 
+    @classmethod
+    def outline(cls, folder: Path) -> Target:
+        """The target's shapes without its weights, on the meta device: for building what fits it, not for running."""
+        try:
+            with torch.device("meta"):
+                config = AutoConfig.from_pretrained(folder)
+                model = AutoModelForCausalLM.from_config(config, attn_implementation=register())
+        except (OSError, ValueError, KeyError) as error:
+            raise _not_loaded(folder, error) from None
+        return cls(model, str(folder))
+
     @property
     def hidden_size(self) -> int:
         return self.config.hidden_size

@@ -86,7 +86,7 @@ def fit_draft(
     weights = token_weights(store, columns.final, target)
     vocab = heaviest(weights, config.draft_vocab_size)
     draft = replace(config, draft_vocab=vocab).build(target)
-    _require_all_trained(draft, loss, settings)
+    require_all_trained(draft, loss, settings)
     draft.calibrate(_some_features(store, columns))
     start = footprints(draft)
     begun = int(resume["global_step"]) if resume else 0
@@ -145,7 +145,7 @@ def _anchors(settings: TrainSettings, seed: int) -> Anchors:
     return Anchors(settings.anchors, everywhere, seed, settings.depth_keep, settings.depth_least)
 
 
-def _require_all_trained(draft: Draft, loss: Loss, settings: TrainSettings) -> None:
+def require_all_trained(draft: Draft, loss: Loss, settings: TrainSettings) -> None:
     """Raises UserError where a part of the draft would be left at its start, before hours are spent."""
     steps, most = settings.unroll_steps, draft.max_draft_tokens
     if most is not None and steps < most:
