@@ -134,7 +134,8 @@ class Session(Inputs):
         settings = self.settings(TrainSettings, "train")
         parts = (self.head_config, type(self.head_config).__name__, self.config.loss, settings)
         features = self._features_key(self.read_taps)  # whatever else the store may hold
-        return fingerprint("train", features, *parts, self.seed)
+        start = [] if self.head_config is None else [self.head_config.weights_key()]
+        return fingerprint("train", features, *parts, *filter(None, start), self.seed)
 
     @cached_property
     def draft_key(self) -> str:

@@ -5,81 +5,170 @@ The classic pair: of one family and one tokenizer, a model of 1B parameters draf
 its own shape in the pages that target and draft share. Row t of its pages is token t. A proposal first runs what
 it has not read yet, up to the newest token, then one drafted token after another, each drawn from the law of the
 logits behind the one before. It is loaded as targets are, from any folder or hub id, and must know the target's
-tokens by the same numbers. It gives up training (heads cost less, and are trained here), and token trees.
+tokens by the same numbers; or it is the target's own first `num_layers` layers, where there is no small model.
+
+Training distils the target's answers into all of it (DistillSpec, arXiv 2310.08461). It reads no features, so one
+plain forward has every unrolled step: what step j of row t gives is what the model says behind token t + 1 + j,
+and the first step alone teaches all rows (`train.unroll_steps=1`). A model that has learnt already asks for small
+steps (`train.learning_rate=3e-4`). It gives up a folder that stands alone: what was trained is laid over the model
+that `path` names, whose shape is read there. And it gives up token trees.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import copy
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 from transformers import AutoTokenizer
 
-from mtptrain.drafts.base import Draft, DraftConfig, Draw, Drawn, Proposal, TrueRows, proposal_of
+from mtptrain.attention_backends.base import AttentionBackend, ForwardContext
+from mtptrain.drafts.base import (
+    Draft,
+    Draw,
+    Drawn,
+    Head,
+    HeadConfig,
+    Proposal,
+    TrueRows,
+    UnrollStep,
+    answer_chain,
+    proposal_of,
+    trained_copy,
+)
+from mtptrain.layers.gated_mlp import fuse_gated_mlps
+from mtptrain.layers.packed_linear import pack_linears
 from mtptrain.run import cache_dir
 from mtptrain.targets.base import Target
 from mtptrain.targets.fingerprint import target_fingerprint
 from mtptrain.targets.gguf import resolve
-from mtptrain.types import UserError
+from mtptrain.types import DraftBatch, UserError
 
 
 @dataclass(frozen=True)
-class DraftModelConfig(DraftConfig):
-    """Which model drafts: a folder, a hub id or a package, as for a target."""
+class DraftModelConfig(HeadConfig):
+    """Which model drafts, a folder, a hub id or a package, as for a target; and how much of it."""
 
-    path: str = ""
+    path: str = ""  # empty: the target itself
+    num_layers: int | None = None  # so many of its first layers; None: all
+    distill: bool = True  # False: it drafts as it is
+
+    def trained(self) -> HeadConfig | None:
+        return self if self.distill else None
 
     @cached_property
     def folder(self) -> Path:
         """Raises UserError where there is no such model."""
-        if not self.path:
-            raise UserError(
-                "draft=draft_model needs draft.path=, the folder or hub id of a small causal LM of the target's family"
-            )
         try:
             return resolve(self.path, cache_dir(), require_chat_template=False)
         except UserError as error:
             raise _of_the_draft(error) from None
 
     def weights_key(self) -> str:
-        return target_fingerprint(self.folder)
+        return target_fingerprint(self.folder) if self.path else ""
 
     def build(self, target: Target) -> DraftModel:
-        return DraftModel(self, target)
+        return DraftModel(self, target, self._model(target))
 
+    def around(self, trained: Draft | None, target: Target) -> Draft:
+        draft = self.build(target) if trained is None else trained
+        assert isinstance(draft, DraftModel)
+        return draft.laid_out(target.head_weight.dtype)
 
-class DraftModel(Draft):
-    """See the file's opening."""
-
-    concat_order = ("embedding",)
-    position_rule = "row t is token t and sits at position t"
-
-    def __init__(self, config: DraftModelConfig, target: Target) -> None:
-        super().__init__()
-        self.config: DraftModelConfig = config
+    def _model(self, target: Target) -> Target:
+        """What it starts from. Raises UserError where that is none, or none of the target's tokens."""
+        if not self.path:
+            if self.num_layers is None:
+                raise UserError(
+                    "draft=draft_model needs draft.path=, the folder or hub id of a small causal LM of the target's "
+                    "family, or draft.num_layers=, so many of the target's own first layers"
+                )
+            return target
         dtype = str(target.head_weight.dtype).removeprefix("torch.")
         try:
-            model = Target.load(config.folder, dtype, str(target.device))
+            model = Target.load(self.folder, dtype, str(target.device))
         except UserError as error:
             raise _of_the_draft(error) from None
         if model.vocab_size != target.vocab_size:
             raise UserError(
-                f"draft.path={config.path} has a vocabulary of {model.vocab_size} and the target one of "
+                f"draft.path={self.path} has a vocabulary of {model.vocab_size} and the target one of "
                 f"{target.vocab_size}; use a model of the target's family"
             )
-        _require_same_tokens(config, target)
-        self._own = (model,)  # a tuple hides the frozen network from the module's parameters
-        self.num_kv_layers, self.kv_shape = model.num_layers, model.kv_shape()
-        for i, layer in enumerate(model.decoder.layers):
+        _require_same_tokens(self, target)
+        return model
+
+
+class DraftModel(Head):
+    """See the file's opening."""
+
+    concat_order = ("token",)
+    position_rule = "row t is token t and sits at position t"
+    says_features = False
+
+    def __init__(self, config: DraftModelConfig, target: Target, model: Target) -> None:
+        """`model` is copied: the part of it that drafts."""
+        super().__init__(config, target)
+        self.decoder: Any = _first_layers(model, config.num_layers)
+        if model.head_weight is not model.embedding.weight:
+            rows = model.head_weight
+            self.lm_head = trained_copy(rows if self.vocab is None else rows[self.vocab])
+        if config.distill:
+            self.float()
+        self.train(config.distill).requires_grad_(config.distill)
+        self.num_kv_layers, self.kv_shape = len(self.decoder.layers), model.kv_shape()
+        for i, layer in enumerate(self.decoder.layers):
             layer.self_attn.layer_idx = target.num_layers + i
 
+    def laid_out(self, dtype: torch.dtype) -> DraftModel:
+        """Frozen, in the target's dtype, and with its matrices laid out for inference, as a target's are."""
+        for p in self.eval().requires_grad_(False).parameters():
+            p.data = p.data.to(dtype)  # parameters only: RoPE's frequencies stay in fp32
+        pack_linears(self.decoder.layers)
+        fuse_gated_mlps(self.decoder.layers)
+        return self
+
+    def own_head(self) -> Tensor:
+        if self.lm_head is not None:
+            return self.lm_head.weight
+        weight = self._embedding.weight  # tied
+        return weight if self.vocab is None else weight[self.vocab.to(weight.device)]
+
+    def tables(self) -> list[Tensor]:
+        head = [] if self.lm_head is None else [self.lm_head.weight]
+        return [self._embedding.weight, *head]
+
     @property
-    def model(self) -> Target:
-        return self._own[0]
+    def _embedding(self) -> Any:
+        return self.decoder.get_input_embeddings()
+
+    def _states(self, ids: Tensor, positions: Tensor, ctx: ForwardContext) -> Tensor:
+        """What is said behind each of T packed tokens, [T, H]."""
+        out = self.decoder(
+            input_ids=ids[None], position_ids=positions[None], use_cache=False, ctx=ctx
+        )
+        return out.last_hidden_state[0]
+
+    # ---- training ---------------------------------------------------------------------------------------
+
+    def unroll(
+        self, batch: DraftBatch, steps: int, supervised: Tensor, backend: AttentionBackend
+    ) -> Iterator[UnrollStep]:
+        lens = torch.diff(batch.cu_seqlens)
+        row = torch.arange(len(batch.input_ids), device=batch.input_ids.device)
+        position = row - torch.repeat_interleave(batch.cu_seqlens[:-1], lens)
+        ctx = ForwardContext.packed(backend, lens.tolist())
+        states = self._states(batch.input_ids, position, ctx)
+        for j, drafts in enumerate(answer_chain(batch, steps, supervised)):
+            newest = drafts.nonzero().squeeze(1) + 1 + j  # the last token that each row has read
+            yield UnrollStep(states[newest], newest, newest + 1)
+
+    # ---- serving ----------------------------------------------------------------------------------------
 
     @torch.inference_mode()
     def refill(self, rows: TrueRows) -> None:
@@ -89,28 +178,38 @@ class DraftModel(Draft):
     @torch.inference_mode()
     def propose(self, rows: TrueRows, num_draft_tokens: int, draw: Draw) -> Proposal:
         ends = [a + n + 1 for a, n in zip(rows.first_rows, rows.lens, strict=True)]
-        firsts = rows.first_rows
+        firsts, head = rows.first_rows, self.own_head()
         spans = zip(rows.token_ids, firsts, ends, strict=True)
         unread = [x[a:end] for x, a, end in spans]  # the newest token with them
         drawn, said = list[Drawn](), list[list[int]]()
         for _ in range(num_draft_tokens):
-            drawn.append(draw(self.model.logits(self._run(rows, firsts, unread))))
-            said.append(drawn[-1].token.tolist())
+            drawn.append(draw(F.linear(self._run(rows, firsts, unread), head)))
+            said.append(self.target_ids(drawn[-1].token))
             firsts = [a + len(x) for a, x in zip(firsts, unread, strict=True)]
             unread = [[token] for token in said[-1]]
         return proposal_of(list(zip(*said, strict=True)), drawn, self)
 
     def _run(self, rows: TrueRows, firsts: Sequence[int], ids: Sequence[Sequence[int]]) -> Tensor:
         """Reads tokens of each sequence from row `firsts` on; the state behind each one's last, [B, H]."""
-        lens, on = [len(x) for x in ids], self.model.device
+        lens, on = [len(x) for x in ids], self._embedding.weight.device
         places = [a + i for a, n in zip(firsts, lens, strict=True) for i in range(n)]
-        out = self.model.forward(
+        states = self._states(
             torch.tensor([token for x in ids for token in x], device=on),
             torch.tensor(places, device=on),
             rows.pages.context(firsts, lens),
-            (),
         )
-        return out.final[torch.tensor(lens, device=on).cumsum(0) - 1]
+        return states[torch.tensor(lens, device=on).cumsum(0) - 1]
+
+
+def _first_layers(model: Target, count: int | None) -> Any:
+    """A copy of the model's decoder with so many of its layers, all where that is None; others are not copied."""
+    layers = model.decoder.layers
+    if count is not None and not 1 <= count <= len(layers):
+        raise UserError(
+            f"draft.num_layers={count} must lie in 1 to {len(layers)}, its model's layers"
+        )
+    some = nn.ModuleList(copy.deepcopy(layer) for layer in layers[:count])
+    return copy.deepcopy(model.decoder, {id(layers): some})
 
 
 def _of_the_draft(error: UserError) -> UserError:

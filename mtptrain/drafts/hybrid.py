@@ -51,11 +51,14 @@ class HybridConfig(DraftConfig):
     def kind(self) -> str:
         return f"hybrid of {self.lookup.kind} and {self.head.kind}"
 
-    def trained(self) -> HeadConfig:
-        return self.head
+    def trained(self) -> DraftConfig | None:
+        return self.head.trained()
+
+    def weights_key(self) -> str:
+        return self.head.weights_key()
 
     def around(self, trained: Draft | None, target: Target) -> Hybrid:
-        head = self.head.build(target) if trained is None else trained
+        head = self.head.around(trained, target)
         return Hybrid(self, self.lookup.build(target), head)
 
     def build(self, target: Target) -> Hybrid:
@@ -71,7 +74,8 @@ class Hybrid(Draft):
             raise UserError("draft.lookup must be a draft without weights, such as suffix or ngram")
         self.config: HybridConfig = config
         self.lookup, self.head = lookup, head
-        self.taps, self.num_kv_layers = head.taps, head.num_kv_layers
+        self.taps = head.taps
+        self.num_kv_layers, self.kv_shape = head.num_kv_layers, head.kv_shape
         self.shares_prefix = lookup.shares_prefix and head.shares_prefix
         self.vocab, self.says_confidence = head.vocab, head.says_confidence
 

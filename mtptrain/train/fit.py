@@ -23,7 +23,7 @@ from mtptrain.attention_backends.base import AttentionBackend
 from mtptrain.datasets.base import evenly
 from mtptrain.drafts.base import Draft, HeadConfig
 from mtptrain.launch import ALONE, Ranks
-from mtptrain.losses.base import Loss, VocabLoss
+from mtptrain.losses.base import FeatureLoss, Loss, VocabLoss
 from mtptrain.targets.base import Target
 from mtptrain.train.anchors import Anchors
 from mtptrain.train.callbacks import (
@@ -157,6 +157,12 @@ def require_all_trained(draft: Draft, loss: Loss, settings: TrainSettings) -> No
         raise UserError(
             f"train.unroll_steps={steps} leaves a part of the draft untrained; use at least "
             f"{draft.least_unroll_steps}"
+        )
+    over_features = [part for _, part in loss.summands() if isinstance(part, FeatureLoss)]
+    if over_features and not draft.says_features:
+        raise UserError(
+            f"loss={type(loss).__name__} compares features and the draft's states are none of the target's; use a "
+            "loss over the vocabulary, such as loss=kl"
         )
     over_vocabulary = [part for _, part in loss.summands() if isinstance(part, VocabLoss)]
     if draft.own_head() is not None and not over_vocabulary:

@@ -9,18 +9,24 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from mtptrain.attention_backends.base import AttentionBackend
 from mtptrain.cli import main
-from mtptrain.drafts.base import Drawn, TrueRows
+from mtptrain.drafts.base import Draft, Drawn, TrueRows
 from mtptrain.drafts.draft_model import DraftModelConfig
 from mtptrain.drafts.hybrid import HybridConfig
 from mtptrain.drafts.mtp import MTPConfig
+from mtptrain.losses.kl import KL
+from mtptrain.losses.smooth_l1 import SmoothL1
+from mtptrain.losses.weighted_sum import WeightedSum
 from mtptrain.runtime.engine import Engine
 from mtptrain.runtime.scheduler import EngineLimits
 from mtptrain.targets.base import Target
+from mtptrain.train.fit import _require_all_trained
+from mtptrain.train.module import TrainSettings
 from mtptrain.types import Completion, Request, SamplingParams, UserError
 from mtptrain.validate.acceptance import measure_acceptance
 from mtptrain.validate.report import load_report
@@ -63,6 +69,10 @@ def small(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return _saved(_config(), tiny_folder, tmp_path_factory.mktemp("small"))
 
 
+def _as_it_is(path: object) -> DraftModelConfig:
+    return DraftModelConfig(path=str(path), distill=False)
+
+
 def _generate(
     target: Target,
     backend: AttentionBackend,
@@ -71,7 +81,7 @@ def _generate(
     limits: EngineLimits,
     params: SamplingParams = LONG,
 ) -> list[Completion]:
-    draft = DraftModelConfig(str(folder)).build(target) if folder else None
+    draft = _as_it_is(folder).build(target) if folder else None
     return Engine(target, backend, limits, frozenset(), draft).generate(requests, params)
 
 
@@ -117,7 +127,7 @@ def test_each_token_is_drawn_from_the_models_own_law(
     """At every step of every proposal the logits are those of transformers alone behind the tokens so far, drafted
     ones included, after passes that kept few of them."""
     plain = LlamaForCausalLM.from_pretrained(small, attn_implementation="eager").eval()
-    draft = DraftModelConfig(str(small)).build(tiny_target)
+    draft = _as_it_is(small).build(tiny_target)
     propose, checked = draft.propose, list[int]()
 
     def spy(rows: TrueRows, num_draft_tokens: int, draw: Callable[..., Drawn]) -> object:
@@ -179,13 +189,13 @@ def test_sampled_answers_have_the_targets_law(backend: AttentionBackend, tmp_pat
 def test_its_layers_have_pages_of_their_own_shape(
     tiny_target: Target, backend: AttentionBackend, small: Path
 ) -> None:
-    """Behind the target's layers, in the same pool; nothing of it is a parameter that could be trained or saved."""
-    draft = DraftModelConfig(str(small)).build(tiny_target)
+    """Behind the target's layers, in the same pool; as it is, nothing of it is trained."""
+    draft = _as_it_is(small).build(tiny_target)
     engine = Engine(tiny_target, backend, EngineLimits(num_draft_tokens=2), frozenset(), draft)
     shapes = [(x.shape[1], x.shape[3]) for x in engine.runner.pool.keys]
     assert shapes == [(2, 16)] * 4 + [(1, 8)] * 2
-    assert [x.self_attn.layer_idx for x in draft.model.decoder.layers] == [4, 5]
-    assert not list(draft.parameters()) and draft.config.trained() is None
+    assert [x.self_attn.layer_idx for x in draft.decoder.layers] == [4, 5]
+    assert not any(p.requires_grad for p in draft.parameters()) and draft.config.trained() is None
 
 
 def test_a_model_that_is_whole_is_validated_and_again_where_its_weights_change(
@@ -197,7 +207,12 @@ def test_a_model_that_is_whole_is_validated_and_again_where_its_weights_change(
     """Through the command: lossless, with no training; and a report is made anew for other weights there."""
     monkeypatch.setenv("MTPTRAIN_CACHE", str(tmp_path / "cache"))
     folder = shutil.copytree(small, tmp_path / "model")
-    words = ["draft=draft_model", f"draft.path={folder}", f"target.path={tiny_folder}"]
+    words = [
+        "draft=draft_model",
+        "draft.distill=false",
+        f"draft.path={folder}",
+        f"target.path={tiny_folder}",
+    ]
     words += ["data.eval_limit=4", "validate.max_new_tokens=16", "runtime.kv_tokens=16384"]
     words += [f"run_dir={tmp_path / 'run'}", "validate.sampled_prompts=2"]
 
@@ -213,18 +228,87 @@ def test_a_model_that_is_whole_is_validated_and_again_where_its_weights_change(
     assert acceptance() > 4
 
 
+# ---- what it learns --------------------------------------------------------------------------------------
+
+
+def test_a_small_model_learns_the_targets_answers(
+    tiny_target: Target,
+    backend: AttentionBackend,
+    requests: list[Request],
+    small: Path,
+    fit_head: Callable[..., Draft],
+) -> None:
+    """A model of another width that knew nothing drafts most tokens once it has been trained on the answers, by the
+    target's laws; one drafted step has taught them all. What serves then is the same, laid out for inference."""
+    before = _generate(tiny_target, backend, requests[:8], small, LIMITS[1])
+    config = DraftModelConfig(path=str(small))
+    how = {"epochs": 40, "unroll_steps": 1, "learning_rate": 4e-3}
+    trained = fit_head(config, **how)
+    done = {}
+    for name, draft in ("plain", trained), ("laid out", config.around(trained, tiny_target)):
+        engine = Engine(tiny_target, backend, LIMITS[1], frozenset(), draft)
+        done[name] = engine.generate(requests[:8], LONG)
+    assert [c.passes for c in done["plain"]] == [c.passes for c in done["laid out"]]
+    length = measure_acceptance(done["plain"], 3).acceptance_length.value
+    assert (measure_acceptance(before, 3).acceptance_length.value or 9) < 1.3
+    assert length is not None and length > 2
+
+
+def test_it_is_fitted_saved_and_served(
+    tiny_folder: Path, small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Through the command: what serves is what was trained, without a loss; the folder holds all of the model and
+    no pickle; another start is another training."""
+    monkeypatch.setenv("MTPTRAIN_CACHE", str(tmp_path / "cache"))
+    folder, run = shutil.copytree(small, tmp_path / "model"), tmp_path / "run"
+    words = ["draft=draft_model", f"draft.path={folder}", f"target.path={tiny_folder}"]
+    words += ["data.limit=24", "data.eval_limit=4", "data.max_turns=1", "prepare.max_new_tokens=16"]
+    words += ["validate.max_new_tokens=16", "validate.sampled_prompts=2", f"run_dir={run}"]
+    words += ["train.max_steps=60", "train.unroll_steps=1", "train.held_out=2"]
+    words += ["runtime.kv_tokens=16384"]
+    assert main(["fit", *words]) == 0
+    report = load_report(run / "report.json")
+    assert report.lossless is not None and report.lossless.mismatches == 0
+    assert report.draft == "draft_model" and not report.warnings
+    assert report.simulated_acceptance_length is not None
+    assert sum(1 for _ in run.rglob("*.pt")) == 0
+    held = load_file(run / "draft" / "model.safetensors")
+    start = load_file(folder / "model.safetensors")
+    assert {x.numel() for x in held.values()} == {x.numel() for x in start.values()}
+    assert "shares no weights" in (run / "draft" / "README.md").read_text()
+    weights = (run / "draft" / "model.safetensors").read_bytes()
+    LlamaForCausalLM(_config()).save_pretrained(folder)
+    assert main(["train", *words]) == 0
+    assert (run / "draft" / "model.safetensors").read_bytes() != weights
+
+
+def test_a_loss_over_features_is_refused(
+    tiny_target: Target, settings: TrainSettings, small: Path
+) -> None:
+    """Before anything is trained: its states are of no layer of the target."""
+    draft = DraftModelConfig(path=str(small)).build(tiny_target)
+    mixed = WeightedSum({"a": KL(), "b": SmoothL1()}, {"a": 1.0, "b": 1.0})
+    for loss in (SmoothL1(), mixed):
+        with pytest.raises(UserError, match=f"loss={type(loss).__name__} compares features"):
+            _require_all_trained(draft, loss, settings)
+    _require_all_trained(draft, KL(), settings)
+
+
 # ---- what is refused -------------------------------------------------------------------------------------
 
 
 def _refused(message: str, path: object, target: Target) -> None:
     with pytest.raises(UserError, match=message) as caught:
-        DraftModelConfig(str(path)).build(target)
+        _as_it_is(path).build(target)
     assert "\n" not in str(caught.value) and "target.path" not in str(caught.value)
 
 
 def test_what_is_no_model_is_refused(tiny_target: Target, small: Path, tmp_path: Path) -> None:
     """One line each: nothing named, nothing there, no causal model, weights missing, no tokenizer."""
     _refused("^draft=draft_model needs draft.path=", "", tiny_target)
+    config = DraftModelConfig(num_layers=5)
+    with pytest.raises(UserError, match="draft.num_layers=5 must lie in 1 to 4"):
+        config.build(tiny_target)
     _refused("^draft.path=/no/such/folder: no such folder", "/no/such/folder", tiny_target)
     folder = shutil.copytree(small, tmp_path / "encoder")
     (folder / "config.json").write_text(json.dumps({"model_type": "t5"}))
@@ -252,8 +336,7 @@ def test_a_model_of_other_tokens_is_refused(
     _refused(f"'a' is token {vocab['a']} there and {vocab['b']} here; use", folder, tiny_target)
 
 
-def test_a_hybrid_takes_it_for_no_lookup(tiny_target: Target, small: Path) -> None:
-    """It has pages, and there are none for it."""
-    config = HybridConfig(DraftModelConfig(str(small)), MTPConfig())
+def test_a_hybrid_takes_it_for_no_lookup(small: Path) -> None:
+    """It has weights."""
     with pytest.raises(UserError, match="draft.lookup must be a draft without weights"):
-        config.build(tiny_target)
+        HybridConfig(_as_it_is(small), MTPConfig())

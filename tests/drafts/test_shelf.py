@@ -81,6 +81,11 @@ VARIANTS: dict[str, list[dict[str, object]]] = {
         {"taps": ("final",), "num_layers": 3, "mask_token_id": 7, "embedding_scale": 0.3},
         {"taps": ("layer.1",), "num_layers": 1, "draft_vocab": EVEN},
     ],
+    "draft_model": [  # of the target's own layers; another model's: test_draft_model
+        {"num_layers": 2},
+        {"num_layers": 4},
+        {"num_layers": 1, "draft_vocab": EVEN},
+    ],
     "medusa": [
         {},
         {"num_heads": 2, "num_blocks": 3},

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -112,6 +113,21 @@ def test_an_own_head_equal_to_the_frozen_one(loss: VocabLoss) -> None:
         assert not compute(
             loss, draft, target, labels, weights, head, draft_head=own
         ).loss.requires_grad
+
+
+@vocab_losses
+def test_an_own_head_may_be_narrower_than_the_frozen_one(loss: VocabLoss) -> None:
+    """A draft of another width: its states give the same as if both were padded with zeros to the target's."""
+    draft, target, labels, weights, head = _inputs()
+    states = draft.detach()[:, :7].clone().requires_grad_()
+    own = (head[:, :7] + 0.1).requires_grad_()
+    padded = [F.pad(x.detach(), (0, H - 7)).requires_grad_() for x in (states, own)]
+    narrow = compute(loss, states, target, labels, weights, head, draft_head=own)
+    wide = compute(loss, padded[0], target, labels, weights, head, draft_head=padded[1])
+    torch.testing.assert_close(narrow.loss, wide.loss)
+    grads = torch.autograd.grad(narrow.loss, (states, own))
+    for mine, theirs in zip(grads, torch.autograd.grad(wide.loss, padded), strict=True):
+        torch.testing.assert_close(mine, theirs[:, :7], atol=1e-5, rtol=1e-4)
 
 
 @vocab_losses

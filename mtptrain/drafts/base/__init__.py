@@ -9,7 +9,7 @@ of MTP and EAGLE.
 """
 
 from mtptrain.drafts.base.draft import Draft, DraftConfig
-from mtptrain.drafts.base.head import Head, HeadConfig, proposal_of
+from mtptrain.drafts.base.head import Head, HeadConfig, proposal_of, trained_copy
 from mtptrain.drafts.base.proposal import Draw, Drawn, Proposal
 from mtptrain.drafts.base.rows import Pages, SomePages, TrueRows
 from mtptrain.drafts.base.supervision import (
@@ -35,4 +35,5 @@ __all__ = [
     "proposal_of",
     "rows_from_first",
     "supervised_chain",
+    "trained_copy",
 ]

@@ -70,6 +70,7 @@ class Draft(nn.Module):
     vocab: Tensor | None = None  # [Vd] target ids, ascending
     concat_order: tuple[str, ...] = ("embedding", "feature")  # what a row reads
     position_rule: str = "row t at unrolled step j sits at position t + j"
+    says_features: bool = True  # its states are like the target's, and may be held against them
     says_confidence: bool = (
         False  # its unrolled steps and proposals guess how likely each token holds
     )
@@ -138,7 +139,8 @@ class Draft(nn.Module):
         raise NotImplementedError
 
     def own_head(self) -> Tensor | None:
-        """[Vd, H] trained rows in place of the frozen ones; None: it scores with the target's."""
+        """[Vd, H] trained rows in place of the frozen ones, of the width of its own states; None: it scores with the
+        target's."""
         return None
 
     def beside_head(self) -> Tensor | None:

@@ -31,7 +31,7 @@ class HeadConfig(DraftConfig):
         object.__setattr__(self, "taps", tuple(self.taps))
         object.__setattr__(self, "draft_vocab", tuple(self.draft_vocab))
 
-    def trained(self) -> HeadConfig:
+    def trained(self) -> HeadConfig | None:
         return self
 
 
@@ -47,7 +47,7 @@ class Head(Draft):
         self.vocab = torch.tensor(config.draft_vocab) if config.draft_vocab else None
         weight = target.head_weight
         self._frozen = (weight if self.vocab is None else weight[self.vocab.to(weight.device)],)
-        self.lm_head = _trained_copy(self._frozen[0]) if own_head else None
+        self.lm_head = trained_copy(self._frozen[0]) if own_head else None
 
     @property
     def target(self) -> Target:
@@ -64,7 +64,8 @@ class Head(Draft):
         return (index if self.vocab is None else self.vocab[index.cpu()]).tolist()
 
 
-def _trained_copy(rows: Tensor) -> nn.Linear:
+def trained_copy(rows: Tensor) -> nn.Linear:
+    """A map of its own that starts as these rows [Vd, H] score, in fp32."""
     head = nn.Linear(rows.shape[1], rows.shape[0], bias=False, device="meta")
     head.weight = nn.Parameter(rows.detach().float().clone())
     return head

@@ -54,8 +54,8 @@ def compute(
     term beyond the first. `temperature` divides both logits. `step_rows` are the row counts of unrolled
     steps concatenated along R (their total is R, else ValueError): every sum, and the means that a loss
     asks for, are then per step, [S]. `origins` [R] are equal for the steps of one drafted chain; without
-    them every row is a chain of its own. `draft_head` [Vd, H] scores the draft's states in place of
-    `head_weight`, and `beside` [Vd, r] what states of W = H + r hold beyond their first H entries; where either
+    them every row is a chain of its own. `draft_head` [Vd, Hd] scores the draft's states in place of
+    `head_weight`, and `beside` [Vd, r] what states of W = Hd + r hold beyond their first Hd entries; where either
     is trained, `backward` repeats the chunks' work. `confidence` [R] are logits of the draft's own guess of its
     acceptance, for losses that ask for it.
     """
@@ -144,7 +144,7 @@ class _ClosedForm(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         (factors,), (grads,), work = grad_outputs, ctx.saved_tensors, ctx.work
         to_states = to_head = to_beside = None
-        hidden = work.head.weight.shape[1]
+        hidden = work.head.draft_weight.shape[1]
         if ctx.needs_input_grad[0]:
             scaled = (grads * factors.unsqueeze(-1)).sum(0).to(ctx.dtypes[0])  # [K, W]
             to_states = scaled.new_zeros(work.draft_states.shape)

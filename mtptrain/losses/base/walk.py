@@ -24,8 +24,8 @@ class TwoHeads:
     """The frozen head, and what scores the draft's states; what they give is in the former's dtype."""
 
     weight: Tensor  # [Vd, H]
-    draft_weight: Tensor  # [Vd, H], `weight` itself unless the draft has a head of its own
-    beside: Tensor | None  # [Vd, r] what scores the last r entries of a draft's state of H + r
+    draft_weight: Tensor  # [Vd, Hd], `weight` itself unless the draft has a head of its own
+    beside: Tensor | None  # [Vd, r] what scores the last r entries of a draft's state of Hd + r
     temperature: float
 
     @classmethod
@@ -38,14 +38,14 @@ class TwoHeads:
 
     def draft_logits(self, states: Tensor, buffer: Tensor) -> None:
         """[C, W] to the first C rows of `buffer`, as `logits`."""
-        hidden = self.weight.shape[1]
+        hidden = self.draft_weight.shape[1]
         out = self.logits(self.draft_weight, states[:, :hidden], buffer)
         if self.beside is not None:
             out.addmm_(states[:, hidden:].to(out.dtype), self.beside.T)
 
     def back(self, grad_logits: Tensor, grads: Tensor) -> None:
         """[C, Vd] back to the states' gradients, into `grads` [C, W]."""
-        hidden = self.weight.shape[1]
+        hidden = self.draft_weight.shape[1]
         grads[:, :hidden] = grad_logits @ self.draft_weight
         if self.beside is not None:
             grads[:, hidden:] = grad_logits @ self.beside
