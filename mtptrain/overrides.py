@@ -58,7 +58,7 @@ def check(
     whole = _compose(verb, [*where, *_single(overrides)], with_hydra=True)
     _check_whole(whole)
     if verb == "compare":
-        _check_drafts(whole, groups["draft"])
+        _check_drafts(whole, groups["draft"], folder)
     return [item.key_or_group for item in overrides if item.is_sweep_override()]
 
 
@@ -188,8 +188,9 @@ def _compose(verb: str, overrides: Sequence[str], *, with_hydra: bool = False) -
         raise UserError(f"the recipe does not compose: {one_line(error)}") from error
 
 
-def _check_drafts(config: DictConfig, choices: list[str]) -> None:
-    """`drafts` and `compare.own` name drafts; an entry that chooses its own may have any name."""
+def _check_drafts(config: DictConfig, choices: list[str], folder: Path | None) -> None:
+    """`drafts` and `compare.own` name drafts; an entry that chooses its own may have any name. What each is given
+    is held to the rules of a command for it alone."""
     own = {str(name): [str(w) for w in words] for name, words in config.compare.own.items()}
     free = {name for name, words in own.items() if any(w.startswith("draft=") for w in words)}
     for key, names in {"drafts": config.drafts, "compare.own": own}.items():
@@ -199,6 +200,12 @@ def _check_drafts(config: DictConfig, choices: list[str]) -> None:
                     f"{key} names {name!r}, which is no draft{nearest(str(name), choices)} "
                     f"(there are {', '.join(choices)})"
                 )
+    for name in (str(name) for name in config.drafts if name in own):
+        chosen = [] if name in free else [f"draft={name}"]
+        try:
+            check("fit", [*chosen, *own[name]], folder=folder)
+        except UserError as error:
+            raise UserError(f"compare.own.{name}: {error}") from error
 
 
 def _check_whole(config: DictConfig) -> None:

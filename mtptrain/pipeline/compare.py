@@ -8,18 +8,15 @@ training drafts at the same time: each has the machine to itself, or its minutes
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
 
 from hidden_state_cache.decode import decode
 from mtptrain.datasets.base import evenly
-from mtptrain.pipeline.contenders import contenders
+from mtptrain.pipeline.contenders import contenders, named
 from mtptrain.pipeline.draft import serving_draft, validate
 from mtptrain.pipeline.skip import skip
 from mtptrain.run import StageFolder, atomic_write, fingerprint, provenance, save_resolved
 from mtptrain.session import Session
-from mtptrain.types import UserError
 from mtptrain.validate.compare import (
     Budget,
     CompareSettings,
@@ -39,7 +36,7 @@ def compare(session: Session) -> None:
     runs = contenders(session)
     costs = dict[str, DraftCost]()
     for name, run in runs.items():
-        with _named(name):
+        with named(name):
             session.hold(run.run_dir)
             save_resolved(run.config, run.run_dir)
             validate(run)
@@ -48,15 +45,6 @@ def compare(session: Session) -> None:
     write_comparison(comparison, session.run_dir)
     print(summary_table(comparison))
     print(f"comparison: {session.run_dir / 'compare.md'}")
-
-
-@contextmanager
-def _named(name: str) -> Iterator[None]:
-    """A fault of the user's says which of the drafts it is about."""
-    try:
-        yield
-    except UserError as error:
-        raise UserError(f"draft {name}: {error}") from error
 
 
 def _cost(run: Session, how: CompareSettings) -> DraftCost:

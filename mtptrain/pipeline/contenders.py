@@ -2,18 +2,22 @@
 
 A contender is what `fit` would be given: the command's config with another draft and a run folder of its own.
 The recipe's own draft keeps what recipe and command line say of it; any other comes as its recipe has it. What
-`compare.own` says of one is laid over that. All capture the taps of all, so that they share one store; a draft
-around a head takes that of the run which trains it alone, if its settings are the same.
+`compare.own` says of one is laid over that. All are known to be sound before the first one runs. All capture the
+taps of all, so that they share one store; a draft around a head takes that of the run which trains it alone, if
+its settings are the same.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
+from hydra.errors import InstantiationException
 from omegaconf import DictConfig, OmegaConf
 
 from mtptrain.compose import compose_beside
+from mtptrain.pipeline.sound import check_run
 from mtptrain.session import Session
 from mtptrain.types import UserError
 from mtptrain.validate.compare import CompareSettings
@@ -28,14 +32,29 @@ def contenders(session: Session) -> dict[str, Session]:
     if not names or len(set(names)) < len(names):
         raise UserError(f"drafts={names} must name one draft or more, each once")
     common = _common(config, how)
-    sessions = {
-        name: session.beside(_contender(common, name, how.own.get(name, ()))) for name in names
-    }
+    sessions = dict[str, Session]()
+    for name in names:
+        with named(name):
+            sessions[name] = session.beside(_contender(common, name, how.own.get(name, ())))
+            check_run(sessions[name])
     taps = list(dict.fromkeys(tap for one in sessions.values() for tap in one.taps))
     for one in sessions.values():
         one.config.capture.taps = taps
     _lend_heads(list(sessions.values()))
     return sessions
+
+
+@contextmanager
+def named(name: str) -> Iterator[None]:
+    """A fault of the user's says which of the drafts it is about."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(f"draft {name}: {error}") from error
+    except InstantiationException as error:  # Hydra's, around a setting's own refusal
+        if not isinstance(error.__cause__, UserError):
+            raise
+        raise UserError(f"draft {name}: {error.__cause__}") from error
 
 
 def _lend_heads(sessions: Sequence[Session]) -> None:
@@ -74,7 +93,8 @@ def _contender(common: DictConfig, name: str, words: Sequence[str]) -> DictConfi
 
 
 def _key(name: str, word: str) -> str:
-    key = word.partition("=")[0].lstrip("+")
+    """What a word sets; of a choice for a part of a group, `draft@draft.head=eagle3`, that part."""
+    key = word.partition("=")[0].lstrip("+").rpartition("@")[2]
     if key.partition(".")[0] not in OWN:
         raise UserError(
             f"compare.own.{name} sets {key}, which all drafts of a comparison share; it may set "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +14,8 @@ from mtptrain import pipeline
 from mtptrain.cli import main
 from mtptrain.compose import compose_config
 from mtptrain.overrides import check
+from mtptrain.pipeline.contenders import contenders
+from mtptrain.session import Session
 from mtptrain.types import UserError
 from mtptrain.validate.compare import Comparison, load_comparison
 
@@ -128,6 +131,68 @@ def test_a_draft_that_is_none_is_refused_at_once(word: str, message: str) -> Non
     """In one line, before anything runs."""
     with pytest.raises(UserError, match=message):
         check("compare", [word])
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("train.epcohs=3", "unknown key 'train.epcohs' in train.epcohs=3: did you mean train.epochs"),
+        ("train.epochs=abc", "train.epochs must be a whole number"),
+        ("train.epochs=0", "train.epochs=0 must lie in 1 to"),
+        ("draft.head.taps=final", "draft.head.taps must be a list"),
+        ("loss=klx", "unknown loss 'klx': did you mean kl"),
+        ("draft@draft.head=egale3", "unknown draft 'egale3'"),
+        ("train.epochs", "cannot read 'train.epochs'"),
+    ],
+)  # fmt: skip
+def test_what_a_draft_alone_is_given_is_checked_as_a_command_is(word: str, message: str) -> None:
+    """Names, kinds and ranges, before anything runs; the line names the draft."""
+    own = f"+compare.own.both=['draft=hybrid','{word}']"
+    with pytest.raises(UserError, match=f"compare.own.both: {message}"):
+        check("compare", ["drafts=[mtp,both]", own])
+
+
+def test_a_part_of_a_draft_may_be_chosen_for_it_alone(words: list[str]) -> None:
+    """In the words of a command line: another head for a hybrid, and what that head has of its own."""
+    own = '+compare.own.both=["draft=hybrid","draft@draft.head=medusa","draft.head.num_heads=2"]'
+    chosen = [*words, "drafts=[mtp,both]", own]
+    check("compare", chosen)
+    both = contenders(Session(compose_config("compare", chosen), recording=False))["both"]
+    assert both.draft_config.kind == "hybrid of suffix and medusa"
+    assert both.config.draft.head.num_heads == 2
+
+
+def test_no_draft_runs_before_all_are_known_to_be_sound(words: list[str], tmp_path: Path) -> None:
+    """The last one's fault is said first, with its name."""
+    for word, message in {
+        "draft.num_heads=1": "draft last: num_draft_tokens=2 does not fit this draft; use 1 to 1",
+        "draft.num_heads=0": "draft last: draft.num_heads=0 must lie in 1 to 64",
+        "draft.num_heads=3": "draft last: train.unroll_steps=2 leaves 1 of the draft's 3 steps",
+    }.items():
+        own = f'+compare.own.last=["draft=medusa","{word}"]'
+        chosen = [*words, "drafts=[ngram,last]", own, f"run_dir={tmp_path}"]
+        with pytest.raises(UserError, match=message):
+            pipeline.run("compare", compose_config("compare", chosen))
+        assert not (tmp_path / "compare").exists()
+
+
+def test_every_mechanism_is_trained_as_its_authors_do(tiny_folder: Path, tmp_path: Path) -> None:
+    """Each comes with what its training needs: alone, the settings of the command would leave some of it untrained."""
+    names = ("mtp", "eagle3", "eagle", "medusa", "dflash", "dspark", "peagle", "hybrid", "suffix")
+    where = [f"target.path={tiny_folder}", f"run_dir={tmp_path}"]
+    config = compose_config("compare", [f"drafts=[{','.join(names)}]", *where])
+    runs = {name: run.config for name, run in contenders(Session(config, False)).items()}
+    shared = config.train
+    assert runs["mtp"].train == runs["hybrid"].train == shared
+    for name in ("medusa", "dflash", "dspark", "peagle", "eagle3"):
+        assert (runs[name].train.unroll_steps, runs[name].train.unroll_from) == (4, 0)
+    for name in ("dflash", "dspark"):
+        assert runs[name].train.step_decay == pytest.approx(math.exp(-1 / 4), abs=0.005)
+    assert (runs["peagle"].train.step_decay, runs["peagle"].train.depth_keep) == (1, 0.8)
+    assert (runs["eagle"].train.unroll_steps, runs["eagle"].train.feature_noise) == (1, 0.1)
+    assert set(runs["eagle"].loss.weights) == {"smooth_l1", "kl"}
+    assert runs["dspark"].loss.weights.confidence == 1
+    assert all(runs[name].loss == config.loss for name in names if name not in ("eagle", "dspark"))
 
 
 @pytest.mark.parametrize(
