@@ -4,8 +4,9 @@ The classic pair: of one family and one tokenizer, a model of 1B parameters draf
 2302.01318). It reads tokens and nothing of the target: its own embedding, layers and head, and keys and values of
 its own shape in the pages that target and draft share. Row t of its pages is token t. A proposal first runs what
 it has not read yet, up to the newest token, then one drafted token after another, each drawn from the law of the
-logits behind the one before. It is loaded as targets are, from any folder or hub id, and must know the target's
-tokens by the same numbers; or it is the target's own first `num_layers` layers, where there is no small model.
+logits behind the one before. It is loaded as targets are, from any folder or hub id, and must know what the target
+says by the same numbers (`same_tokens`); its vocabulary may be longer or shorter. Or it is the target's own first
+`num_layers` layers, where there is no small model.
 
 Training distils the target's answers into all of it (DistillSpec, arXiv 2310.08461). It reads no features, so one
 plain forward has every unrolled step: what step j of row t gives is what the model says behind token t + 1 + j,
@@ -18,7 +19,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import AutoTokenizer
 
 from mtptrain.attention_backends.base import AttentionBackend, ForwardContext
 from mtptrain.drafts.base import (
@@ -42,6 +42,7 @@ from mtptrain.drafts.base import (
     proposal_of,
     trained_copy,
 )
+from mtptrain.drafts.base.same_tokens import clash
 from mtptrain.layers.gated_mlp import fuse_gated_mlps
 from mtptrain.layers.packed_linear import pack_linears
 from mtptrain.run import cache_dir
@@ -90,16 +91,14 @@ class DraftModelConfig(HeadConfig):
                     "family, or draft.num_layers=, so many of the target's own first layers"
                 )
             return target
-        dtype = str(target.head_weight.dtype).removeprefix("torch.")
+        dtype, on = str(target.head_weight.dtype).removeprefix("torch."), str(target.device)
         try:
-            model = Target.load(self.folder, dtype, str(target.device))
+            if on == "meta":
+                model = Target.outline(self.folder)
+            else:
+                model = Target.load(self.folder, dtype, on)
         except UserError as error:
             raise _of_the_draft(error) from None
-        if model.vocab_size != target.vocab_size:
-            raise UserError(
-                f"draft.path={self.path} has a vocabulary of {model.vocab_size} and the target one of "
-                f"{target.vocab_size}; use a model of the target's family"
-            )
         _require_same_tokens(self, target)
         return model
 
@@ -113,11 +112,12 @@ class DraftModel(Head):
 
     def __init__(self, config: DraftModelConfig, target: Target, model: Target) -> None:
         """`model` is copied: the part of it that drafts."""
-        super().__init__(config, target)
+        known = len(model.head_weight)
+        vocab = _sayable(config.draft_vocab, known, target.vocab_size)
+        super().__init__(replace(config, draft_vocab=vocab), target)
         self.decoder: Any = _first_layers(model, config.num_layers)
         if model.head_weight is not model.embedding.weight:
-            rows = model.head_weight
-            self.lm_head = trained_copy(rows if self.vocab is None else rows[self.vocab])
+            self.lm_head = trained_copy(self._own_rows(model.head_weight))
         if config.distill:
             self.float()
         self.train(config.distill).requires_grad_(config.distill)
@@ -136,8 +136,13 @@ class DraftModel(Head):
     def own_head(self) -> Tensor:
         if self.lm_head is not None:
             return self.lm_head.weight
-        weight = self._embedding.weight  # tied
-        return weight if self.vocab is None else weight[self.vocab.to(weight.device)]
+        return self._own_rows(self._embedding.weight)  # tied
+
+    def _own_rows(self, weight: Tensor) -> Tensor:
+        """Of all its rows those of the target's tokens that it says."""
+        if self.vocab is None:
+            return weight[: len(self.frozen_rows())]
+        return weight[self.vocab.to(weight.device)]
 
     def tables(self) -> list[Tensor]:
         head = [] if self.lm_head is None else [self.lm_head.weight]
@@ -148,9 +153,13 @@ class DraftModel(Head):
         return self.decoder.get_input_embeddings()
 
     def _states(self, ids: Tensor, positions: Tensor, ctx: ForwardContext) -> Tensor:
-        """What is said behind each of T packed tokens, [T, H]."""
+        """What is said behind each of T packed tokens, [T, H]. A token that it has no row for is read as its last."""
+        known = self._embedding.num_embeddings
         out = self.decoder(
-            input_ids=ids[None], position_ids=positions[None], use_cache=False, ctx=ctx
+            input_ids=ids.clamp(max=known - 1)[None],
+            position_ids=positions[None],
+            use_cache=False,
+            ctx=ctx,
         )
         return out.last_hidden_state[0]
 
@@ -217,26 +226,19 @@ def _of_the_draft(error: UserError) -> UserError:
     return UserError(str(error).replace("target.path", "draft.path"))
 
 
+def _sayable(ids: Sequence[int], known: int, vocab_size: int) -> tuple[int, ...]:
+    """The target ids that it says, of those asked for or of all: what it has no row for is left out. Empty: all."""
+    kept = tuple(i for i in ids or range(vocab_size) if i < known)
+    return () if len(kept) == vocab_size else kept
+
+
 def _require_same_tokens(config: DraftModelConfig, target: Target) -> None:
-    """Raises UserError where a token of one tokenizer has another number, or none, in the other; a target that is
-    in memory has none to compare."""
+    """Raises UserError where what the target says is something else to its draft; a target that is in memory has
+    no tokenizer to compare."""
     if not Path(target.path).is_dir():
         return
-    mine, theirs = _tokens(config.folder), _tokens(Path(target.path))
-    if mine == theirs:
-        return
-    token = min(k for k in {**mine, **theirs} if mine.get(k) != theirs.get(k))
-    raise UserError(
-        f"draft.path={config.path} has another tokenizer than the target: {token[:40]!r} is token {mine.get(token)} "
-        f"there and {theirs.get(token)} here; use a model of the target's family"
-    )
-
-
-def _tokens(folder: Path) -> dict[str, int]:
-    try:
-        return AutoTokenizer.from_pretrained(folder).get_vocab()
-    except (OSError, ValueError) as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    if (what := clash(config.folder, Path(target.path))) is not None:
         raise UserError(
-            f"the tokenizer in {folder} cannot be loaded ({reason}); draft=draft_model needs those of both models"
-        ) from None
+            f"draft.path={config.path} has another tokenizer than the target: {what}; use a model of the target's "
+            "family"
+        )
