@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
+from pathlib import Path
 
 from hidden_state_cache.decode import decode
 from mtptrain.datasets.base import evenly
@@ -17,6 +18,7 @@ from mtptrain.pipeline.draft import serving_draft, validate
 from mtptrain.pipeline.skip import skip
 from mtptrain.run import StageFolder, atomic_write, fingerprint, provenance, save_resolved
 from mtptrain.session import Session
+from mtptrain.train.module import TrainSettings
 from mtptrain.validate.compare import (
     Budget,
     CompareSettings,
@@ -41,7 +43,7 @@ def compare(session: Session) -> None:
             save_resolved(run.config, run.run_dir)
             validate(run)
             costs[name] = _cost(run, how)
-    comparison = _compared(session, runs, costs, Budget(how.minutes, how.steps))
+    comparison = _compared(session, runs, costs)
     write_comparison(comparison, session.run_dir)
     print(summary_table(comparison))
     print(f"comparison: {session.run_dir / 'compare.md'}")
@@ -70,12 +72,11 @@ def _cost(run: Session, how: CompareSettings) -> DraftCost:
 
 
 def _compared(
-    session: Session, runs: dict[str, Session], costs: dict[str, DraftCost], budget: Budget
+    session: Session, runs: dict[str, Session], costs: dict[str, DraftCost]
 ) -> Comparison:
     reports = {name: load_report(run.run_dir / "report.json") for name, run in runs.items()}
     lines = [
-        compared(name, reports[name], costs[name], run.train_stage.path)
-        for name, run in runs.items()
+        compared(name, reports[name], costs[name], _trained(run)) for name, run in runs.items()
     ]
     spent = {
         f"{name} {stage}": seconds
@@ -83,4 +84,13 @@ def _compared(
         for stage, seconds in report.provenance.times.items()
     }
     origin = provenance(session.config, spent)
-    return compare_drafts(list(reports.values()), lines, budget, origin)
+    return compare_drafts(list(reports.values()), lines, origin)
+
+
+def _trained(run: Session) -> tuple[Path, Budget] | None:
+    """Where this run's training lies, and what its own config gave it; None: what lies there is of another draft."""
+    if run.head_config is None:
+        return None
+    settings: TrainSettings = run.settings(TrainSettings, "train")
+    budget = Budget(settings.max_minutes, settings.max_steps, settings.epochs)
+    return run.train_stage.path, budget

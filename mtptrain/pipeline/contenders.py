@@ -58,8 +58,13 @@ def named(name: str) -> Iterator[None]:
 
 
 def _lend_heads(sessions: Sequence[Session]) -> None:
+    """One run trains a head for all that have the same: one where it lies already, else the first that has no other
+    part."""
     heads = [one for one in sessions if one.draft_config.trained() is one.draft_config]
-    folders = {one.train_key: one.run_dir for one in heads}
+    heads.sort(key=lambda one: not one.train_stage.is_complete(one.train_key))
+    folders = dict[str, Path]()
+    for one in heads:
+        folders.setdefault(one.train_key, one.run_dir)
     for one in sessions:
         if one.head_config is not None:
             one.head_dir = folders.get(one.train_key)

@@ -109,7 +109,8 @@ def validate(session: Session) -> None:
             warnings=_warnings(session),
         )
         write_report(report, session.run_dir)
-        if session.draft_config.trained() is session.draft_config:
+        alone = session.draft_config.trained() is session.draft_config
+        if alone and session.head_dir in (None, session.run_dir):  # its own card, not another run's
             write_model_card(session.draft_folder, report)
         stage.complete(
             session.validate_key, acceptance_length=report.acceptance_length.value or 0.0

@@ -17,11 +17,15 @@ from mtptrain.runtime.engine import check_draft, require_confidence
 from mtptrain.session import Session
 from mtptrain.train.fit import require_all_trained
 from mtptrain.train.module import TrainSettings
+from mtptrain.validate.replay import ReplaySettings
 
 
 def check_run(session: Session) -> None:
     """Raises UserError where this session's training or validation could not end, or would mean nothing."""
     limits = session.limits(1, int(session.config.num_draft_tokens))
+    replayed: ReplaySettings = session.settings(ReplaySettings, "validate")
+    params = replayed.sampling(float(session.config.temperature), session.seed)
+    limits.tree.require_verification(params)
     config, head_config = session.draft_config, session.head_config
     if head_config is None:
         return require_confidence(False, limits)

@@ -90,6 +90,8 @@ class Engine:
         self, requests: Seq[Request], params: SamplingParams, on_finish: OnFinish | None = None
     ) -> list[Completion]:
         """Completions in the order of the requests. `on_finish` hears of each as it ends."""
+        if self.draft is not None:
+            self.limits.tree.require_verification(params)
         share = self.draft is None or self.draft.shares_prefix
         scheduler = Scheduler(requests, params, self.limits, share)
         done: dict[int, Completion] = {}

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from mtptrain.drafts.base import DraftConfig
-from mtptrain.types import UserError
+from mtptrain.types import SamplingParams, UserError
 
 ROOT = -1
 
@@ -65,6 +65,13 @@ class TreeShape:
             raise UserError(
                 f"tree.kind={self.kind} does not fit this draft, which proposes "
                 f"{'other trees' if kinds else 'chains'}; use tree.kind={' or '.join((*kinds, 'null'))}"
+            )
+
+    def require_verification(self, params: SamplingParams) -> None:
+        """Raises UserError where these trees cannot be verified as asked."""
+        if self.kind is not None and params.block_verify:
+            raise UserError(
+                f"block_verify=true is for chains; use tree.kind=null, or block_verify=false with tree.kind={self.kind}"
             )
 
     @property

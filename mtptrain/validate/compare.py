@@ -17,7 +17,7 @@ from pathlib import Path
 from hidden_state_cache.decode import decode
 from mtptrain.run import Provenance, StageFolder, atomic_write
 from mtptrain.types import UserError
-from mtptrain.validate.acceptance import AcceptanceLength
+from mtptrain.validate.acceptance import AcceptanceLength, Interval
 from mtptrain.validate.figures import Lossless, Report, Sampling
 from mtptrain.validate.speed import DraftCost
 
@@ -35,11 +35,21 @@ class CurvePoint:
 
 
 @dataclass(frozen=True)
+class Budget:
+    """What a head was given to train: the first of minutes and steps to be over, or, with neither, epochs."""
+
+    minutes: float | None
+    steps: int | None
+    epochs: int
+
+
+@dataclass(frozen=True)
 class Training:
     """What a head's training took; tokens are those that went through the draft, prompts included."""
 
+    budget: Budget
     steps: int
-    seconds: float
+    seconds: float  # of training alone, without the held-out curve
     tokens: int
     supervised_rows: int
     curve: tuple[CurvePoint, ...]
@@ -56,8 +66,9 @@ class ComparedDraft:
     name: str  # as `drafts=` has it
     draft: str  # the mechanism
     sampling: Sampling  # its own proposals; tokens are drawn alike for all
-    acceptance_length: AcceptanceLength
     tokens_per_step: float | None
+    tokens_per_step_ci95: Interval | None
+    acceptance_length: AcceptanceLength
     conditional_acceptance: tuple[float | None, ...]  # [D]
     joint_acceptance: tuple[float, ...]  # [D]
     simulated_acceptance_length: float | None  # None: the held-out curve is not of what it proposes
@@ -89,52 +100,46 @@ class CompareSettings:
 
 
 @dataclass(frozen=True)
-class Budget:
-    """What every head was given to train; both None: the epochs of the recipe."""
-
-    minutes: float | None
-    steps: int | None
-
-
-@dataclass(frozen=True)
 class Comparison:
     """compare.json, schema 1."""
 
     target: str
-    budget: Budget
     prompts: int
     drafts: tuple[ComparedDraft, ...]
     provenance: Provenance
     schema: int = SCHEMA
 
 
-def compared(name: str, report: Report, cost: DraftCost, train_folder: Path) -> ComparedDraft:
-    """The line of one draft, from its report and what its training has left in `train_folder`."""
+def compared(
+    name: str, report: Report, cost: DraftCost, trained: tuple[Path, Budget] | None
+) -> ComparedDraft:
+    """The line of one draft, from its report and, where it was `trained`, what that has left in its folder."""
     return ComparedDraft(
         name,
         report.draft,
         report.sampling,
-        report.acceptance_length,
         report.tokens_per_step,
+        report.tokens_per_step_ci95,
+        report.acceptance_length,
         report.conditional_acceptance,
         report.joint_acceptance,
         report.simulated_acceptance_length,
         report.lossless,
         cost,
-        _training(train_folder),
+        _training(*trained) if trained else None,
         report.warnings,
     )
 
 
 def compare_drafts(
-    reports: Sequence[Report], drafts: Sequence[ComparedDraft], budget: Budget, origin: Provenance
+    reports: Sequence[Report], drafts: Sequence[ComparedDraft], origin: Provenance
 ) -> Comparison:
     """All lines, on what the reports have in common."""
     first = reports[0]
-    return Comparison(first.target, budget, first.counts.prompts, tuple(drafts), origin)
+    return Comparison(first.target, first.counts.prompts, tuple(drafts), origin)
 
 
-def _training(folder: Path) -> Training | None:
+def _training(folder: Path, budget: Budget) -> Training | None:
     record = StageFolder(folder).record()
     if record is None:
         return None
@@ -142,7 +147,7 @@ def _training(folder: Path) -> Training | None:
         float(record.summary.get(key, 0))
         for key in ("steps", "trained_seconds", "trained_tokens", "supervised_rows")
     )
-    return Training(int(steps), seconds, int(tokens), int(rows), _curve(folder))
+    return Training(budget, int(steps), seconds, int(tokens), int(rows), _curve(folder))
 
 
 def _curve(folder: Path) -> tuple[CurvePoint, ...]:

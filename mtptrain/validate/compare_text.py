@@ -26,13 +26,15 @@ STYLE = (
 )
 
 
-LENGTH, STEP = "acceptance length (95 %)", "tokens a step"
+STEP, LENGTH = "tokens a step (95 %)", "acceptance length (95 %)"
 SHAPE = "proposes"
-SUMMARY = (SHAPE, LENGTH, STEP, "parameters", "training tokens/s", "minutes trained")
+SUMMARY = (SHAPE, STEP, LENGTH, "parameters", "training tokens/s", "minutes trained")
 NOTE = (
-    "Tokens a step counts every decode step, those without a proposal too. Parameters and cache are the draft's "
-    "own. What proposing costs is its time in a decode step, in steps of the target alone. Speed counts tokens "
-    "after prefill, and n/a stands for what a draft without training has none of."
+    "Tokens a step counts every decode step; acceptance length only those with a proposal, which flatters a draft "
+    "that is often silent, such as a lookup. Parameters and cache are the draft's own. What proposing costs is its "
+    "time in a decode step, in steps of the target alone. Speed counts tokens after prefill. Minutes trained are "
+    "those of training steps alone: answers, features, the held-out curve and validation are not in them. n/a "
+    "stands for what a draft without training has none of."
 )
 
 
@@ -91,14 +93,16 @@ def summary_table(comparison: Comparison) -> str:
 
 
 def _opening(comparison: Comparison) -> str:
-    given = _budget(comparison.budget)
-    return f"{drawing(comparison.drafts[0].sampling)}; {comparison.prompts:,} prompts; {given}."
+    budgets = {d.training.budget for d in comparison.drafts if d.training}
+    given = " or ".join(sorted(_budget(b) for b in budgets)) or "nothing"
+    drawn = drawing(comparison.drafts[0].sampling)
+    return f"{drawn}; {comparison.prompts:,} prompts; each head was given {given} to train."
 
 
 def _budget(budget: Budget) -> str:
     parts = [f"{budget.minutes:g} minutes"] if budget.minutes else []
     parts += [f"{budget.steps:,} steps"] if budget.steps else []
-    return f"each head trained for {' or '.join(parts) or 'the epochs of the recipe'}"
+    return " or ".join(parts) or f"{budget.epochs:,} epochs"
 
 
 def _sections(comparison: Comparison) -> list[Section]:
@@ -123,10 +127,10 @@ def _figures(comparison: Comparison) -> list[Row]:
 
 def _cells(comparison: Comparison) -> Iterator[tuple[str, Callable[[ComparedDraft], str]]]:
     yield SHAPE, lambda d: proposes(d.sampling)
+    yield STEP, lambda d: f"{number(d.tokens_per_step, 2)} {span(d.tokens_per_step_ci95, 2)}"
     yield LENGTH, lambda d: _length(d.acceptance_length)
     for name in sorted({n for d in comparison.drafts for n in d.acceptance_length.by_category}):
         yield f"… {name}", lambda d, n=name: _length(d.acceptance_length.by_category.get(n))
-    yield STEP, lambda d: number(d.tokens_per_step, 2)
     for k in range(max(d.sampling.num_draft_tokens for d in comparison.drafts)):
         yield f"token {k + 1} held, given those before", lambda d, k=k: _at(d, k)
     yield "tokens that differ from the target's", lambda d: _lossless(d.lossless)
@@ -136,6 +140,7 @@ def _cells(comparison: Comparison) -> Iterator[tuple[str, Callable[[ComparedDraf
         where = f"batch {at.batch_size}"
         yield f"cost of proposing, {where}", lambda d, i=i: number(d.cost.speed[i].draft_cost)
         yield f"speed-up, {where}", lambda d, i=i: number(d.cost.speed[i].speedup, 2)
+    yield "given to train", lambda d: _budget(d.training.budget) if d.training else "n/a"
     yield "training tokens/s", lambda d: number(d.training.tokens_per_s if d.training else None, 0)
     yield "minutes trained", lambda d: number(d.training.seconds / 60 if d.training else None, 1)
     yield "steps trained", lambda d: f"{d.training.steps:,}" if d.training else "n/a"

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 
 from mtptrain.run import Provenance
-from mtptrain.validate.acceptance import Acceptance, AcceptanceLength
+from mtptrain.validate.acceptance import Acceptance, AcceptanceLength, Interval
 
 SCHEMA = 1
 
@@ -89,6 +89,7 @@ class MeasuredRun:
     sampling: Sampling
     acceptance_length: AcceptanceLength
     tokens_per_step: float | None
+    tokens_per_step_ci95: Interval | None
     acceptance_rate: float | None
     conditional_acceptance: tuple[float | None, ...]  # [D]
     joint_acceptance: tuple[float, ...]  # [D]
@@ -118,6 +119,7 @@ def measured_run(acceptance: Acceptance, sampling: Sampling, speed: Speed | None
         sampling=sampling,
         acceptance_length=acceptance.acceptance_length,
         tokens_per_step=acceptance.tokens_per_step,
+        tokens_per_step_ci95=acceptance.tokens_per_step_ci95,
         acceptance_rate=acceptance.acceptance_rate,
         conditional_acceptance=acceptance.conditional_acceptance,
         joint_acceptance=acceptance.joint_acceptance,

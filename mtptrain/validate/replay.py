@@ -135,8 +135,8 @@ def replay(
     if settings.sampled_prompts and temperature == 0:
         some = evenly(requests, settings.sampled_prompts)
         sampled, _ = together(1.0, some, "draft and target, T=1")
-    walked = None  # the walk goes over chains of a head
-    if tree.kind is None and draft.config.trained() is draft.config:
+    walked = None  # the walk goes over whole chains of a head
+    if tree.kind is None and not least and draft.config.trained() is draft.config:
         walked = _simulated(draft, plain, num_draft_tokens, backend)
     if not all(r is None or r.sampling.lossless for r in (run, sampled)):
         warnings = (*warnings, NOT_LOSSLESS)

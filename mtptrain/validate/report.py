@@ -86,7 +86,9 @@ def _completed(data: dict[str, Any]) -> dict[str, Any]:
 
     def run(held: Any) -> Any:
         how = held.get("sampling") if isinstance(held, dict) else None
-        return held | {"sampling": older | how} if isinstance(how, dict) else held
+        if not isinstance(how, dict):
+            return held
+        return {"tokens_per_step_ci95": None} | held | {"sampling": older | how}
 
     whole = run({"warnings": []} | data)
     if isinstance(known := whole.get("baselines"), dict):

@@ -51,6 +51,7 @@ def _headline(run: MeasuredRun, more: Sequence[Row] = ()) -> str:
             "mean of each request's own, unpooled",
         ),
         ("tokens per step", number(run.tokens_per_step), "over all decode steps, proposal or not"),
+        ("its 95 % interval", span(run.tokens_per_step_ci95), "bootstrap over prompts"),
         ("acceptance rate", number(run.acceptance_rate), "accepted over drafted tokens"),
         *more,
         (

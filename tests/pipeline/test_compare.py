@@ -67,9 +67,13 @@ def test_every_draft_is_measured_alike(comparison: Comparison) -> None:
     """As many steps and prompts for each, lossless, with cost at both batch sizes and a curve over time."""
     assert [d.name for d in comparison.drafts] == ["mtp", "eagle3", "deep"]
     assert [d.draft for d in comparison.drafts] == ["mtp", "eagle3", "mtp"]
-    assert (comparison.budget.steps, comparison.prompts) == (12, 6)
+    assert comparison.prompts == 6
     for d in comparison.drafts:
-        assert d.training is not None and d.training.steps == 12 and d.training.tokens_per_s > 0
+        assert (
+            d.training is not None
+            and d.training.steps == d.training.budget.steps == 12
+            and d.training.tokens_per_s > 0
+        )
         assert len(d.training.curve) == 2
         assert d.lossless is not None and d.lossless.mismatches == 0
         assert d.acceptance_length.value is not None and d.acceptance_length.value >= 1
@@ -118,6 +122,45 @@ def test_run_again_nothing_is_done_again(
         assert {path: path.stat().st_mtime_ns for path in before} == before
         again = load_comparison(folder / "compare.json")
         assert again.drafts[:3] == comparison.drafts and len(again.drafts) == 3 + bool(extra)
+
+
+SAMPLED = [
+    *WORDS,
+    "drafts=[tree,mtp,block,lookup]",
+    "draft.taps=[final]",
+    '+compare.own.tree=["draft=mtp","tree.kind=static"]',
+    '+compare.own.block=["draft=dflash","draft.block_size=3","train.max_steps=6"]',
+    '+compare.own.lookup=["draft=mtp","draft.depth=2"]',
+    "temperature=1",
+    "compare.batch_sizes=[3]",
+]
+
+
+def test_a_tree_and_a_block_stand_beside_a_chain_above_greedy(
+    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each with figures of its own, and nothing held against greedy answers. A tree takes the head of the chain that
+    has the same, which is trained once and keeps its own card. A name that is given to a lookup later has nothing
+    of the head that it was."""
+    monkeypatch.setenv("MTPTRAIN_CACHE", str(tmp_path / "cache"))
+    where = [f"target.path={tiny_folder}", f"run_dir={tmp_path / 'run'}"]
+    assert main(["compare", *SAMPLED, *where, "drafts=[mtp,block,lookup]"]) == 0
+    cards = {path: path.read_text() for path in tmp_path.glob("run/compare/*/draft/README.md")}
+    again = [*SAMPLED, *where, '+compare.own.lookup=["draft=ngram"]']
+    again.remove('+compare.own.lookup=["draft=mtp","draft.depth=2"]')
+    assert main(["compare", *again]) == 0
+    tree, mtp, block, lookup = load_comparison(tmp_path / "run" / "compare.json").drafts
+    for d in (tree, mtp, block, lookup):
+        assert d.sampling.temperature == 1 and d.lossless is None
+        assert d.tokens_per_step is not None and d.tokens_per_step >= 1
+        assert d.tokens_per_step_ci95 is not None
+    assert [d.sampling.tree for d in (tree, mtp, block)] == ["static", None, None]
+    assert tree.simulated_acceptance_length is None and mtp.simulated_acceptance_length is not None
+    assert tree.training == mtp.training and not (tmp_path / "run/compare/tree/draft").exists()
+    assert block.draft == "dflash" and block.training is not None
+    assert (block.training.budget.steps, block.training.steps) == (6, 6)
+    assert lookup.draft == "ngram" and lookup.training is None
+    assert len(cards) == 3 and {path: path.read_text() for path in cards} == cards
 
 
 @pytest.mark.parametrize(

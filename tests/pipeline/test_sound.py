@@ -41,6 +41,7 @@ TAPS = "draft.taps=[layer.0,layer.1,layer.2]"
         (["draft=ngram", "min_confidence=0.5"], "min_confidence=0.5 needs a draft that says how sure"),
         (["draft=mtp", "draft.taps=[layer.9]"], "tap 'layer.9' does not exist"),
         (["draft=mtp", "draft.init_layer=9"], "draft.init_layer=9 must lie in 0 to 3"),
+        (["tree.kind=dynamic", "validate.block_verify=true"], "block_verify=true is for chains; use tree"),
         (["draft=hybrid", "draft@draft.head=medusa"], "train.unroll_steps=3 leaves 1 of"),
     ],
 )  # fmt: skip

@@ -57,12 +57,12 @@ def _trained(folder: Path) -> Path:
 @pytest.fixture
 def comparison(tmp_path: Path) -> Comparison:
     reports = [_report("mtp", 2, 1, 0), _report("ngram", 0, 0, 1)]
-    folders = [_trained(tmp_path / "mtp"), tmp_path / "ngram"]
+    trainings = [(_trained(tmp_path / "mtp"), Budget(30.0, None, 3)), None]
     lines = [
-        compared(report.draft, report, COST, folder)
-        for report, folder in zip(reports, folders, strict=True)
+        compared(report.draft, report, COST, trained)
+        for report, trained in zip(reports, trainings, strict=True)
     ]
-    return compare_drafts(reports, lines, Budget(30.0, None), ORIGIN)
+    return compare_drafts(reports, lines, ORIGIN)
 
 
 def test_a_training_is_what_its_folder_says(comparison: Comparison) -> None:
@@ -92,7 +92,7 @@ def test_one_table_has_every_figure(comparison: Comparison) -> None:
     rows = [line for line in text.splitlines() if line.startswith("|")]
     for row in (
         "| figure | mtp | ngram |",
-        "| tokens a step | 2.00 | 1.33 |",
+        "| tokens a step (95 %) | 2.00 [2.00, 2.00] | 1.33 [1.33, 1.33] |",
         "| … a\\|b | 2.00 [2.00, 2.00] | 1.33 [1.33, 1.33] |",
         "| token 1 held, given those before | 0.667 | 0.333 |",
         "| token 2 held, given those before | 0.500 | 0.000 |",
@@ -101,20 +101,48 @@ def test_one_table_has_every_figure(comparison: Comparison) -> None:
         "| cache bytes a token | 512 | 512 |",
         "| cost of proposing, batch 1 | 0.250 | 0.250 |",
         "| speed-up, batch 8 | 0.90 | 0.90 |",
+        "| given to train | 30 minutes | n/a |",
         "| training tokens/s | 20 | n/a |",
         "| minutes trained | 1.0 | n/a |",
     ):
         assert row in rows, row
-    assert "each head trained for 30 minutes" in text
+    assert "each head was given 30 minutes to train" in text
     assert f"]({BY_POSITION})" in text and f"]({BY_TIME})" in text
 
 
 def test_the_summary_has_a_line_a_draft(comparison: Comparison) -> None:
     """What the terminal shows: the same figures, turned."""
     header, _, *lines = summary_table(comparison).splitlines()
-    assert header.startswith("| draft | proposes | acceptance length (95 %) | tokens a step |")
+    assert header.startswith(
+        "| draft | proposes | tokens a step (95 %) | acceptance length (95 %) |"
+    )
     assert [line.split(" | ")[0] for line in lines] == ["| mtp", "| ngram"]
     assert len({line.count("|") for line in (header, *lines)}) == 1
+
+
+def test_silence_counts_in_the_first_figure(tmp_path: Path) -> None:
+    """Of a draft that proposes once in three steps, the tokens a step and their interval say so; its acceptance
+    length, which stands behind them, cannot."""
+    request = [Request(f"r{i}", "qa", (1,)) for i in range(2)]
+    done = [Completion(r, tuple(range(6)), (VerifyPass(2, 2, 3),), 3, "length") for r in request]
+    run = measured_run(measure_acceptance(done, 2), Sampling(0.0, 2, None, 0, 4), None)
+    report = assemble(run, target="tiny", draft="ngram", provenance=ORIGIN)
+    line = compared("ngram", report, COST, None)
+    rows = render_markdown(compare_drafts([report], [line], ORIGIN)).splitlines()
+    at = rows.index("| tokens a step (95 %) | 1.67 [1.67, 1.67] |")
+    assert rows[at + 1] == "| acceptance length (95 %) | 3.00 [3.00, 3.00] |"
+
+
+def test_each_head_says_what_it_was_given_to_train(comparison: Comparison) -> None:
+    """By its own settings, where they differ; minutes are said to be those of training alone."""
+    head = comparison.drafts[0]
+    assert head.training is not None
+    other = replace(head, training=replace(head.training, budget=Budget(None, 500, 3)))
+    epochs = replace(head, training=replace(head.training, budget=Budget(None, None, 3)))
+    text = render_markdown(replace(comparison, drafts=(head, other, epochs)))
+    assert "| given to train | 30 minutes | 500 steps | 3 epochs |" in text
+    assert "each head was given 3 epochs or 30 minutes or 500 steps to train" in text
+    assert "Minutes trained are those of training steps alone" in text
 
 
 def test_every_draft_says_what_it_proposes(comparison: Comparison) -> None:

@@ -12,6 +12,7 @@ import pytest
 from mtptrain.attention_backends.base import AttentionBackend
 from mtptrain.chat import Chat
 from mtptrain.drafts.base import Draft, DraftConfig
+from mtptrain.drafts.dspark import DSparkConfig
 from mtptrain.drafts.hybrid import HybridConfig
 from mtptrain.drafts.mtp import MTPConfig
 from mtptrain.drafts.ngram import NgramConfig
@@ -42,7 +43,7 @@ def run(
     turns[1].append(Turn("user", "And then?"))
     rows = [Conversation(f"c{i}", "qa" if i % 2 else "code", tuple(t)) for i, t in enumerate(turns)]
 
-    shape = [CHAIN]
+    shape, sure = [CHAIN], [0.0]
 
     def engine(
         max_batch: int,
@@ -50,7 +51,9 @@ def run(
         num_draft_tokens: int = 0,
         capture_taps: tuple[str, ...] = (),
     ) -> Engine:
-        limits = EngineLimits(max_batch, num_draft_tokens=num_draft_tokens, tree=shape[0])
+        limits = EngineLimits(
+            max_batch, num_draft_tokens=num_draft_tokens, tree=shape[0], min_confidence=sure[0]
+        )
         return Engine(tiny_target, backend, limits, tiny_chat.eos_ids, draft, capture_taps)
 
     def make(
@@ -59,9 +62,10 @@ def run(
         sampled_prompts: int = 1000,
         tree: TreeShape = CHAIN,
         config: DraftConfig = HEAD,
+        min_confidence: float = 0.0,
         **options: Any,
     ) -> Report:
-        shape[0] = tree
+        shape[0], sure[0] = tree, min_confidence
         head = config.trained()
         return replay(
             tiny_target,
@@ -113,6 +117,15 @@ def test_a_tree_is_named_and_counted_as_one(run: Callable[..., Report]) -> None:
     assert len(report.accepted_histogram) == 4
     assert report.acceptance_rate == pytest.approx((value - 1) / 12)
     assert report.simulated_acceptance_length is None  # which is a chain's
+
+
+def test_a_chain_that_is_cut_has_no_simulated_length(run: Callable[..., Report]) -> None:
+    """The walk goes over whole chains, so beside a replay of shorter ones its figure would say nothing."""
+    config = DSparkConfig(taps=("layer.1",), num_layers=1, block_size=3, markov_rank=4)
+    cut, whole = (run(config=config, sampled_prompts=0, min_confidence=m) for m in (0.3, 0.0))
+    assert cut.acceptance_rate != whole.acceptance_rate  # untrained, it gives each token a half
+    assert whole.simulated_acceptance_length is not None
+    assert cut.simulated_acceptance_length is None
 
 
 def test_acceptance_does_not_depend_on_the_batch(run: Callable[..., Report]) -> None:

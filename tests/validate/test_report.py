@@ -36,7 +36,7 @@ PROVENANCE = Provenance(
     times={"validate": 12.5},
 )
 RUN_KEYS = set(
-    "sampling acceptance_length tokens_per_step acceptance_rate conditional_acceptance "
+    "sampling acceptance_length tokens_per_step tokens_per_step_ci95 acceptance_rate conditional_acceptance "
     "joint_acceptance accepted_histogram counts speed".split()
 )
 REPORT_KEYS = (
@@ -157,12 +157,17 @@ def test_reports_from_before_a_key_was_added_are_read(tmp_path: Path) -> None:
     data = json.loads(path.read_text())
     del data["warnings"]
     for run in (data, data["sampled"]):
+        del run["tokens_per_step_ci95"]
         for key in ("top_k", "top_p", "min_p", "block_verify", "min_confidence"):
             del run["sampling"][key]
         del run["sampling"]["typical_threshold"], run["sampling"]["typical_alpha"]
     del data["baselines"]["suffix"]
     path.write_text(json.dumps(data))
-    assert load_report(path) == full()
+    known = full()
+    assert known.sampled is not None
+    sampled = dataclasses.replace(known.sampled, tokens_per_step_ci95=None)
+    older = dataclasses.replace(known, tokens_per_step_ci95=None, sampled=sampled)
+    assert load_report(path) == older
     del data["sampled"]
     path.write_text(json.dumps(data))
     with pytest.raises(UserError, match=r"missing or unknown fields \['sampled'\]"):
