@@ -12,7 +12,7 @@ Training distils the target's answers into all of it (DistillSpec, arXiv 2310.08
 plain forward has every unrolled step: what step j of row t gives is what the model says behind token t + 1 + j,
 and the first step alone teaches all rows (`train.unroll_steps=1`). A model that has learnt already asks for small
 steps (`train.learning_rate=3e-4`). It gives up a folder that stands alone: what was trained is laid over the model
-that `path` names, whose shape is read there. And it gives up token trees.
+that `path` names, whose shape is read there.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from mtptrain.drafts.base import (
     proposal_of,
     trained_copy,
 )
-from mtptrain.drafts.base.same_tokens import clash
+from mtptrain.drafts.base.same_tokens import require_same_tokens
 from mtptrain.layers.gated_mlp import fuse_gated_mlps
 from mtptrain.layers.packed_linear import pack_linears
 from mtptrain.run import cache_dir
@@ -74,6 +74,10 @@ class DraftModelConfig(HeadConfig):
     def weights_key(self) -> str:
         return target_fingerprint(self.folder) if self.path else ""
 
+    @property
+    def grows_trees(self) -> bool:
+        return True
+
     def build(self, target: Target) -> DraftModel:
         return DraftModel(self, target, self._model(target))
 
@@ -99,7 +103,7 @@ class DraftModelConfig(HeadConfig):
                 model = Target.load(self.folder, dtype, on)
         except UserError as error:
             raise _of_the_draft(error) from None
-        _require_same_tokens(self, target)
+        require_same_tokens(self.path, self.folder, target)
         return model
 
 
@@ -109,6 +113,7 @@ class DraftModel(Head):
     concat_order = ("token",)
     position_rule = "row t is token t and sits at position t"
     says_features = False
+    start_rows = 1  # the newest token's
 
     def __init__(self, config: DraftModelConfig, target: Target, model: Target) -> None:
         """`model` is copied: the part of it that drafts."""
@@ -186,10 +191,7 @@ class DraftModel(Head):
 
     @torch.inference_mode()
     def propose(self, rows: TrueRows, num_draft_tokens: int, draw: Draw) -> Proposal:
-        ends = [a + n + 1 for a, n in zip(rows.first_rows, rows.lens, strict=True)]
-        firsts, head = rows.first_rows, self.own_head()
-        spans = zip(rows.token_ids, firsts, ends, strict=True)
-        unread = [x[a:end] for x, a, end in spans]  # the newest token with them
+        firsts, unread, head = rows.first_rows, _unread(rows), self.own_head()
         drawn, said = list[Drawn](), list[list[int]]()
         for _ in range(num_draft_tokens):
             drawn.append(draw(F.linear(self._run(rows, firsts, unread), head)))
@@ -197,6 +199,14 @@ class DraftModel(Head):
             firsts = [a + len(x) for a, x in zip(firsts, unread, strict=True)]
             unread = [[token] for token in said[-1]]
         return proposal_of(list(zip(*said, strict=True)), drawn, self)
+
+    @torch.inference_mode()
+    def start(self, rows: TrueRows) -> Tensor:
+        return self._run(rows, rows.first_rows, _unread(rows))
+
+    @torch.inference_mode()
+    def step(self, ids: Tensor, states: Tensor, positions: Tensor, ctx: ForwardContext) -> Tensor:
+        return self._states(ids, positions, ctx)
 
     def _run(self, rows: TrueRows, firsts: Sequence[int], ids: Sequence[Sequence[int]]) -> Tensor:
         """Reads tokens of each sequence from row `firsts` on; the state behind each one's last, [B, H]."""
@@ -208,6 +218,12 @@ class DraftModel(Head):
             rows.pages.context(firsts, lens),
         )
         return states[torch.tensor(lens, device=on).cumsum(0) - 1]
+
+
+def _unread(rows: TrueRows) -> list[list[int]]:
+    """Of each sequence the tokens of its true rows, and the newest one."""
+    spans = zip(rows.token_ids, rows.first_rows, rows.lens, strict=True)
+    return [x[a : a + n + 1] for x, a, n in spans]
 
 
 def _first_layers(model: Target, count: int | None) -> Any:
@@ -230,15 +246,3 @@ def _sayable(ids: Sequence[int], known: int, vocab_size: int) -> tuple[int, ...]
     """The target ids that it says, of those asked for or of all: what it has no row for is left out. Empty: all."""
     kept = tuple(i for i in ids or range(vocab_size) if i < known)
     return () if len(kept) == vocab_size else kept
-
-
-def _require_same_tokens(config: DraftModelConfig, target: Target) -> None:
-    """Raises UserError where what the target says is something else to its draft; a target that is in memory has
-    no tokenizer to compare."""
-    if not Path(target.path).is_dir():
-        return
-    if (what := clash(config.folder, Path(target.path))) is not None:
-        raise UserError(
-            f"draft.path={config.path} has another tokenizer than the target: {what}; use a model of the target's "
-            "family"
-        )

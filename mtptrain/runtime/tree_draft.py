@@ -24,7 +24,8 @@ class TreeRows:
 
     def __init__(self, draft: Draft, rows: TrueRows) -> None:
         self.draft, self.pages = draft, rows.pages
-        self.first = torch.tensor([a + n for a, n in zip(rows.first_rows, rows.lens, strict=True)])
+        ends = [a + n for a, n in zip(rows.first_rows, rows.lens, strict=True)]
+        self.first = torch.tensor(ends) + draft.start_rows
         self.seen = torch.zeros(len(self.first), 0, 0, dtype=torch.bool)  # [B, rows, rows]
 
     def run(self, ids: Tensor, states: Tensor, parents: Tensor) -> tuple[Tensor, Tensor]:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from mtptrain.attention_backends.base import AttentionBackend
 from mtptrain.drafts.base import Draft, Drawn, HeadConfig, TrueRows
+from mtptrain.drafts.draft_model import DraftModelConfig
 from mtptrain.drafts.medusa import MedusaConfig
 from mtptrain.drafts.mtp import MTPConfig
 from mtptrain.runtime.drawing import Drawing
@@ -26,6 +27,7 @@ CASES: dict[str, HeadConfig] = {
     "trained": MTPConfig(),
     "reduced vocabulary": MTPConfig(draft_vocab=tuple(range(0, 512, 2))),
     "two taps": MTPConfig(taps=("layer.1", "final")),
+    "draft model": DraftModelConfig(num_layers=2),
 }
 PLACES: dict[str, HeadConfig] = {
     "heads": MedusaConfig(num_heads=3),
@@ -186,7 +188,7 @@ def test_the_best_first_tree_is_the_best_of_all_paths(
             assert 1 < max(map(len, paths)) <= depth
 
 
-@pytest.mark.parametrize("name", ["trained", "reduced vocabulary"])
+@pytest.mark.parametrize("name", ["trained", "reduced vocabulary", "draft model"])
 def test_drawn_children_come_with_the_law_they_were_drawn_from(
     desk: Callable[[str], Desk], name: str
 ) -> None:

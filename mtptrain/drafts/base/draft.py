@@ -62,6 +62,9 @@ class Draft(nn.Module):
     kv_shape: tuple[int, int] | None = (
         None  # (KV heads, head dimension) of these; None: the target's
     )
+    start_rows: int = (
+        0  # rows of its own that `start` leaves behind the true ones, where drafted ones follow
+    )
     max_draft_tokens: int | None = None  # None: any length
     least_unroll_steps: int = 1  # fewer in training would leave a part of it at its start
     shares_prefix: bool = (

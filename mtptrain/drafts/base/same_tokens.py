@@ -14,7 +14,19 @@ from typing import Any
 
 from transformers import AutoTokenizer
 
+from mtptrain.targets.base import Target
 from mtptrain.types import UserError
+
+
+def require_same_tokens(named: str, folder: Path, target: Target) -> None:
+    """Raises UserError where what the target says is something else to the draft in `folder`, which the user has
+    `named` so; a target that is in memory has no tokenizer to compare."""
+    if not Path(target.path).is_dir():
+        return
+    if (what := clash(folder, Path(target.path))) is not None:
+        raise UserError(
+            f"draft.path={named} has another tokenizer than the target: {what}; use a model of the target's family"
+        )
 
 
 def clash(draft: Path, target: Path) -> str | None:
