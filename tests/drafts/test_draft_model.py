@@ -287,12 +287,13 @@ def test_a_small_model_learns_the_targets_answers(
 
 
 def test_it_is_fitted_saved_and_served(
-    tiny_folder: Path, small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Through the command: what serves is what was trained, without a loss; the folder holds all of the model and
-    no pickle; another start is another training."""
+    """Through the command: what serves is what was trained, without a loss; the folder holds all of the model, tied
+    weights once, and no pickle; its checkpoint gives the same again; another start is another training."""
     monkeypatch.setenv("MTPTRAIN_CACHE", str(tmp_path / "cache"))
-    folder, run = shutil.copytree(small, tmp_path / "model"), tmp_path / "run"
+    shape, run = _config(tie_word_embeddings=True), tmp_path / "run"
+    folder = _saved(shape, tiny_folder, tmp_path / "model")
     words = ["draft=draft_model", f"draft.path={folder}", f"target.path={tiny_folder}"]
     words += ["data.limit=24", "data.eval_limit=4", "data.max_turns=1", "prepare.max_new_tokens=16"]
     words += ["validate.max_new_tokens=16", "validate.sampled_prompts=2", f"run_dir={run}"]
@@ -309,7 +310,10 @@ def test_it_is_fitted_saved_and_served(
     assert {x.numel() for x in held.values()} == {x.numel() for x in start.values()}
     assert "shares no weights" in (run / "draft" / "README.md").read_text()
     weights = (run / "draft" / "model.safetensors").read_bytes()
-    LlamaForCausalLM(_config()).save_pretrained(folder)
+    shutil.rmtree(run / "draft")
+    assert main(["train", *words]) == 0
+    assert (run / "draft" / "model.safetensors").read_bytes() == weights
+    LlamaForCausalLM(shape).save_pretrained(folder)
     assert main(["train", *words]) == 0
     assert (run / "draft" / "model.safetensors").read_bytes() != weights
 
