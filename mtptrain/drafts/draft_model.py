@@ -111,6 +111,7 @@ class DraftModel(Head):
     """See the file's opening."""
 
     concat_order = ("token",)
+    reads_embedding = False  # but its own
     position_rule = "row t is token t and sits at position t"
     says_features = False
     start_rows = 1  # the newest token's

@@ -82,7 +82,7 @@ def contract(
 def _borrowed(draft: Draft, target: Target) -> dict[str, str]:
     """Hashes of the frozen tables that the draft reads."""
     shared = {}
-    if "embedding" in draft.concat_order:
+    if draft.reads_embedding:
         ids = torch.arange(min(64, target.vocab_size)).to(target.device)
         shared["embedding"] = _hash(target.embed(ids))
     if draft.own_head() is None:

@@ -74,6 +74,7 @@ class Medusa(Head):
     """See the file's opening."""
 
     concat_order = ("feature",)
+    reads_embedding = False
     position_rule = "none"
 
     def __init__(self, config: MedusaConfig, target: Target) -> None:

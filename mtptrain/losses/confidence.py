@@ -2,8 +2,10 @@
 
 Acceptance, sum_x min(p, q), is the exact chance that a sampled token of the row holds; it is a constant here, so
 that the draft learns to know its strength, not to be weak where that is easier to say. It teaches nothing else:
-add it to a loss that does, as recipes/loss/dspark.yaml. Given up: calibration, which its own optimum would have
-and which few epochs do not reach. Source: DSpark (2607.05147).
+add it to a loss that does, as recipes/loss/dspark.yaml. Where train.scored_tokens scores a sample, acceptance is
+its estimate over all that the draft can say. Given up: the target's mass outside a reduced draft vocabulary, which
+is not looked at, and makes the confidence too high by about as much; and calibration, which its own optimum would
+have and which few epochs do not reach. Source: DSpark (2607.05147).
 """
 
 from __future__ import annotations

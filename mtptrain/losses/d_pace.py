@@ -1,10 +1,11 @@
 """Cross-entropy whose rows weigh as much as the rest of their chain depends on them.
 
 c_j = alpha + (1 - alpha) q[label] stands for the chance that step j is accepted, C_k = c_0 ... c_k for that of
-reaching beyond step k, and row j weighs sum_{k >= j} C_k, taken as a constant: while first steps are weak they
-get all the weight, and later ones join as those improve. The softening alpha keeps a bad first step from
-silencing the others. Set train.step_decay=1, or both weights apply. Given up: what cross_entropy gives up;
-and a row without weight counts as certain and adds nothing. Source: D-PACE (2605.18810), alpha = 0.5.
+reaching beyond step k, and row j weighs sum_{k >= j} C_k, taken as a constant: while first steps are weak later
+ones weigh little, and they join as those improve. The softening alpha keeps a bad first step from silencing the
+others: where nothing is accepted row j of n, from 0, still weighs alpha^(j+1) + ... + alpha^n. Set
+train.step_decay=1, or both weights apply. Given up: what cross_entropy gives up; and a row without weight counts as
+certain and adds nothing. Source: D-PACE (2605.18810), alpha = 0.5.
 """
 
 from __future__ import annotations

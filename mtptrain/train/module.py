@@ -102,19 +102,20 @@ class DraftModule(L.LightningModule):
         self.total_steps, self.whole_step, self.seed = total_steps, whole_step, seed
         self.clock = clock
         self.step_weight, self.step_batches = torch.zeros(0), 1  # of the step under way
+        self.num_steps = 1  # that it unrolls
         self.supervised_rows = 0
         self.metrics: dict[str, Tensor] = {}  # of the newest step; `callbacks.LogSteps` writes them
         self.scoring = scoring
 
     def training_step(self, batch: DraftBatch, batch_idx: int) -> Tensor:
         step, part = divmod(batch_idx, self.settings.accumulate)
-        begun = step >= self.settings.unroll_from * self.horizon(step)
-        num_steps = self.settings.unroll_steps if begun else 1
-        if part == 0:
-            self._count(step, num_steps, batch)
+        if part == 0:  # for the whole step: the clock goes on while it is under way
+            begun = step >= self.settings.unroll_from * self.horizon(step)
+            self.num_steps = self.settings.unroll_steps if begun else 1
+            self._count(step, self.num_steps, batch)
         scored = self.scoring.of(batch, batch_idx)
         noisy = self._with_noise(batch, batch_idx)
-        sums = self._sums(noisy, self._supervised(batch), num_steps, scored)
+        sums = self._sums(noisy, self._supervised(batch), self.num_steps, scored)
         weights = self.settings.step_decay ** torch.arange(len(sums.loss), device=self.device)
         weights = weights / weights.sum()
         self.metrics = self._metrics((weights * sums.loss / sums.count.clamp(min=1)).sum(), sums)
@@ -185,6 +186,7 @@ class DraftModule(L.LightningModule):
             draft_head=scored.own_rows,
             beside=scored.beside,
             confidence=torch.cat(sure) if sure else None,
+            stands_for=scored.stands_for if sure else None,
         )
 
     def _metrics(self, loss: Tensor, sums: LossSums) -> dict[str, Tensor]:

@@ -63,6 +63,7 @@ class ScoredTokens:
     index: Tensor  # [V] place of each target id among them, -1: not scored
     own_rows: Tensor | None = None  # [S, H] of the draft's own head, trained, where it has one
     beside: Tensor | None = None  # [S, r] of the draft's trained columns, where it has some
+    stands_for: Tensor | None = None  # [S] how many tokens each is drawn for; None: itself alone
 
 
 class Scoring(Protocol):
@@ -112,16 +113,26 @@ class SampledTokens:
     def of(self, batch: DraftBatch, step: int) -> ScoredTokens:
         order = torch.Generator().manual_seed((self.seed * 1_000_003 + step) & (2**63 - 1))
         drawn = self.rest[torch.randint(len(self.rest), (self.drawn,), generator=order)]
-        ids = torch.cat([self.core, batch.input_ids.cpu(), drawn]).unique()
-        ids = ids[self.place[ids] >= 0]
+        sure = torch.cat([self.core, batch.input_ids.cpu()]).unique()
+        sure = sure[self.place[sure] >= 0]
+        ids = torch.cat([sure, drawn]).unique()
         on = self.head.device
         index = _index(ids, len(self.head)).to(on)
         rows = self.head[ids.to(on)]
         if self.draft is None:
             return ScoredTokens(rows, index)
         place = self.place[ids].to(on)
-        own = [self.draft.own_head(), self.draft.beside_head()]
-        return ScoredTokens(rows, index, *(None if x is None else x[place] for x in own))
+        own, beside = (
+            None if x is None else x[place]
+            for x in (self.draft.own_head(), self.draft.beside_head())
+        )
+        return ScoredTokens(rows, index, own, beside, self._stands_for(ids, sure).to(on))
+
+    def _stands_for(self, ids: Tensor, sure: Tensor) -> Tensor:
+        """Of the tokens that are not scored anyway, those drawn stand for all alike, [S] fp32."""
+        drawn = ~torch.isin(ids, sure)
+        others = len(self.core) + len(self.rest) - len(sure)
+        return torch.where(drawn, others / drawn.sum().clamp(min=1), 1.0)
 
     def teaches(self, labels: Tensor) -> Tensor:
         return self.place.to(labels.device)[labels] >= 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from mtptrain.losses.base import Loss
 from mtptrain.losses.expected_length import ExpectedLength
 from mtptrain.losses.kl import KL
 from mtptrain.targets.base import Target
+from mtptrain.train.clock import TrainClock
 from mtptrain.train.module import DraftModule, TrainSettings
 from mtptrain.train.vocabulary import AllTokens
 from mtptrain.types import Completion, DraftBatch, UserError
@@ -206,6 +208,22 @@ def test_later_steps_join_at_their_share(
         steps = [k for k in module.metrics if k.startswith("train/acceptance_")]
         (early if index < 3 else late).append(len(steps))
     assert early == [1] * 3 and late == [3] * 7
+
+
+def test_a_step_of_several_batches_unrolls_alike_in_all(
+    make: Callable[..., DraftModule], batch: DraftBatch, tmp_path: Path
+) -> None:
+    """Time goes on within a step: later drafted steps join at its first batch, or with the next step."""
+    now = [0.0]
+    module = make(accumulate=2, unroll_steps=3, unroll_from=0.5)
+    module.clock = TrainClock(tmp_path / "clock.csv", 0, minutes=1.0, now=lambda: now[0])
+    with module.clock.paused():
+        pass
+    trained = []
+    for index, now[0] in enumerate([0.0, 5.0, 10.0, 40.0, 41.0, 42.0]):
+        module.training_step(batch, index)
+        trained.append(sum(k.startswith("train/acceptance_") for k in module.metrics))
+    assert trained == [1, 1, 1, 1, 3, 3]
 
 
 def test_all_supervises_prompt_rows_too(

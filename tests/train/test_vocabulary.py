@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,9 +14,17 @@ from hidden_state_cache import FeatureStore
 from mtptrain.drafts.dspark import DSparkConfig
 from mtptrain.drafts.eagle3 import Eagle3Config
 from mtptrain.drafts.mtp import MTPConfig
+from mtptrain.losses.base.chunks import compute
+from mtptrain.losses.confidence import Confidence
 from mtptrain.targets.base import Target
 from mtptrain.train.data import TapColumns
-from mtptrain.train.vocabulary import AllTokens, SampledTokens, heaviest, token_weights
+from mtptrain.train.vocabulary import (
+    AllTokens,
+    SampledTokens,
+    ScoredTokens,
+    heaviest,
+    token_weights,
+)
 from mtptrain.types import Completion, DraftBatch
 from mtptrain.validate.simulated import pack
 
@@ -152,3 +161,35 @@ def test_trained_columns_stand_beside_the_rows_that_are_scored(
         assert tokens.rows.equal(tiny_target.head_weight[ids])
         assert tokens.beside is not None and tokens.beside.requires_grad
         assert tokens.beside.equal(columns[torch.searchsorted(own, ids)])
+
+
+def test_acceptance_on_a_sample_is_that_of_the_whole(
+    tiny_target: Target, weights: Tensor, batch: DraftBatch
+) -> None:
+    """What a confidence is held against does not depend on how many tokens are scored: a drawn one counts as all it
+    stands for, and the counts add up to all that the draft can say. Without them it is well above."""
+    vocab = heaviest(weights, 400)
+    draft = DSparkConfig(num_layers=1, markov_rank=3, draft_vocab=vocab).build(tiny_target)
+    scoring = SampledTokens(tiny_target.head_weight, weights, 120, 0, draft)
+    final = batch.final[:256] / 2  # flat laws, with a part in their tails
+    states = torch.cat([final, torch.ones(len(final), 3)], -1)
+    with torch.no_grad():  # the draft differs from the target in the tail alone
+        tail = ~torch.isin(torch.tensor(vocab), scoring.core)
+        noise = 0.6 * torch.randn(400, 3, generator=torch.Generator().manual_seed(0))
+        draft.markov_out.weight.copy_(noise * tail[:, None])
+    few = replace(batch, input_ids=batch.input_ids[:8])
+
+    def accepted(tokens: ScoredTokens, counts: Tensor | None) -> float:
+        rows = (states, final, torch.zeros(len(final), dtype=torch.long), torch.ones(len(final)))
+        how = {"beside": tokens.beside, "confidence": states[:, 0], "stands_for": counts}
+        return float(compute(Confidence(), *rows, tokens.rows, **how).acceptance) / len(final)
+
+    whole = accepted(AllTokens(draft, 512).of(few, 0), None)
+    steps = [scoring.of(few, step) for step in range(100)]
+    for tokens in steps:
+        assert tokens.stands_for is not None
+        assert float(tokens.stands_for.sum()) == pytest.approx(400, rel=1e-5)
+    right = [accepted(tokens, tokens.stands_for) for tokens in steps]
+    plain = [accepted(tokens, None) for tokens in steps]
+    assert sum(right) / 100 == pytest.approx(whole, abs=0.03)
+    assert sum(plain) / 100 > whole + 0.15

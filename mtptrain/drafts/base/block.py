@@ -51,6 +51,7 @@ class BlockHead(Head):
     """See the file's opening."""
 
     first_slot: ClassVar[int]  # the slot that guesses the token behind the anchor
+    concat_order = ("feature",)  # of a context row; a block's rows read an embedding and no feature
     position_rule = "the context of row t sits at position t, its block from t + 1 on"
 
     def __init__(self, config: BlockConfig, target: Target) -> None:

@@ -71,7 +71,8 @@ class Draft(nn.Module):
         True  # pages of a common prefix suffice; False where memories matter as well
     )
     vocab: Tensor | None = None  # [Vd] target ids, ascending
-    concat_order: tuple[str, ...] = ("embedding", "feature")  # what a row reads
+    concat_order: tuple[str, ...] = ("embedding", "feature")  # what a row reads, side by side
+    reads_embedding: bool = True  # of the target, anywhere
     position_rule: str = "row t at unrolled step j sits at position t + j"
     says_features: bool = True  # its states are like the target's, and may be held against them
     says_confidence: bool = (

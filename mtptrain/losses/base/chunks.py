@@ -44,6 +44,7 @@ def compute(
     draft_head: Tensor | None = None,
     beside: Tensor | None = None,
     confidence: Tensor | None = None,
+    stands_for: Tensor | None = None,
 ) -> LossSums:
     """Weighted sums of a loss, differentiable in `draft_states`, `draft_head`, `beside` and `confidence` only.
 
@@ -57,7 +58,9 @@ def compute(
     them every row is a chain of its own. `draft_head` [Vd, Hd] scores the draft's states in place of
     `head_weight`, and `beside` [Vd, r] what states of W = Hd + r hold beyond their first Hd entries; where either
     is trained, `backward` repeats the chunks' work. `confidence` [R] are logits of the draft's own guess of its
-    acceptance, for losses that ask for it.
+    acceptance, for losses that ask for it. `stands_for` [Vd]: where the head's rows are a sample of a larger
+    vocabulary, how many of its tokens each is drawn for; `acceptance`, which the confidence is held against, is
+    then an estimate of that over all of them.
     """
     parts = loss.summands()
     vocab = [part for _, part in parts if isinstance(part, VocabLoss)]
@@ -65,7 +68,9 @@ def compute(
     weights = row_weights * (labels >= 0) if labelled else row_weights
     rows = _lay_out(weights, target_rows, step_rows, origins)
     head = TwoHeads.of(head_weight, draft_head, beside, temperature)
-    work = Work(vocab, head, rows, draft_states.detach(), target_states, labels, chunk_rows)
+    work = Work(
+        vocab, head, rows, draft_states.detach(), target_states, labels, chunk_rows, stands_for
+    )
     with torch.autocast(draft_states.device.type, enabled=False):
         found = walk(work, draft_states.requires_grad)
         own = (draft_states, draft_head, beside)

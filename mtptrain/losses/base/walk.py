@@ -100,6 +100,7 @@ class Work:
     target_states: Tensor  # [T, H]
     labels: Tensor  # [R]
     chunk_rows: int
+    stands_for: Tensor | None = None  # [Vd] tokens of a larger vocabulary; None: one each
 
     def nothing_found(self, width: int) -> Found:
         """Zeros, to be filled; `width` is W, or 0 where nobody asks for the states' gradients."""
@@ -167,7 +168,8 @@ def _chunk(
     for cut in _slices(len(back), _block_rows(work.head.weight)):
         block = _compare(work.head, target_logits, back[cut], term_buffers[0, cut], labels[cut])
         terms = [term for loss in work.losses for term in loss.terms(block)]
-        _fill(terms, block, term_buffers[: len(terms), cut], found.at(cut))
+        accepted = _acceptance(block, work.stands_for)
+        _fill(terms, block, accepted, term_buffers[: len(terms), cut], found.at(cut))
 
 
 def _compare(
@@ -184,9 +186,21 @@ def _compare(
     return Block(q, p, log_q, q - p, entropy, acceptance, agreement, labels, log_p, again)
 
 
-def _fill(terms: Sequence[Term], block: Block, term_buffers: Tensor, found: Found) -> None:
+def _acceptance(block: Block, stands_for: Tensor | None) -> Tensor:  # [C]
+    """sum_x min(p, q), of a sampled vocabulary as an estimate over the whole: a drawn token counts as all that it
+    stands for, in both normalisers as in the sum. The sample's own would leave out most of the tail, where the two
+    agree least."""
+    if stands_for is None:
+        return block.acceptance
+    p, q = block.p * stands_for, block.q * stands_for
+    return torch.minimum(p / p.sum(-1, keepdim=True), q / q.sum(-1, keepdim=True)).sum(-1)
+
+
+def _fill(
+    terms: Sequence[Term], block: Block, accepted: Tensor, term_buffers: Tensor, found: Found
+) -> None:
     """Keeps a block's results; only now, for its log_q may lie in the first of the buffers."""
-    found.acceptance.copy_(block.acceptance)
+    found.acceptance.copy_(accepted)
     found.agreement.copy_(block.agreement)
     for losses, grads, term in zip(found.losses, term_buffers, terms, strict=True):
         losses.copy_(term.loss)
