@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from mtptrain.drafts.base import TrueRows
 from mtptrain.drafts.base.block import BlockConfig, BlockHead
+from mtptrain.layers.product import product
 from mtptrain.targets.base import Target
 
 
@@ -44,4 +44,4 @@ class DFlash(BlockHead):
     @torch.inference_mode()
     def place_logits(self, rows: TrueRows, num_draft_tokens: int) -> Tensor:
         """[B, D, Vd], of each drafted place, whatever is drafted before it; refills pages."""
-        return F.linear(self.guess(rows, num_draft_tokens)[0], self.frozen_rows())
+        return product(self.guess(rows, num_draft_tokens)[0], self.frozen_rows())

@@ -25,7 +25,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mtptrain.attention_backends.base import AttentionBackend, ForwardContext
@@ -45,6 +44,7 @@ from mtptrain.drafts.base import (
 from mtptrain.drafts.base.same_tokens import require_same_tokens
 from mtptrain.layers.gated_mlp import fuse_gated_mlps
 from mtptrain.layers.packed_linear import pack_linears
+from mtptrain.layers.product import product
 from mtptrain.run import cache_dir
 from mtptrain.targets.base import Target
 from mtptrain.targets.fingerprint import target_fingerprint
@@ -195,7 +195,7 @@ class DraftModel(Head):
         firsts, unread, head = rows.first_rows, _unread(rows), self.own_head()
         drawn, said = list[Drawn](), list[list[int]]()
         for _ in range(num_draft_tokens):
-            drawn.append(draw(F.linear(self._run(rows, firsts, unread), head)))
+            drawn.append(draw(product(self._run(rows, firsts, unread), head)))
             said.append(self.target_ids(drawn[-1].token))
             firsts = [a + len(x) for a, x in zip(firsts, unread, strict=True)]
             unread = [[token] for token in said[-1]]

@@ -28,6 +28,7 @@ from mtptrain.drafts.base import (
     answer_chain,
     proposal_of,
 )
+from mtptrain.layers.product import product
 from mtptrain.targets.base import Target
 from mtptrain.types import DraftBatch, UserError
 
@@ -103,7 +104,7 @@ class Medusa(Head):
         last = torch.stack([x[-1] for x in rows.features.split(list(rows.lens))])
         state = self.norm(last)
         states = torch.stack([head(state) for head in self.heads[:num_draft_tokens]], 1)
-        return F.linear(states, self.head_rows())
+        return product(states, self.head_rows())
 
     @torch.inference_mode()
     def propose(self, rows: TrueRows, num_draft_tokens: int, draw: Draw) -> Proposal:

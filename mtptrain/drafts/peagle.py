@@ -17,7 +17,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mtptrain.attention_backends.base import AttentionBackend, ForwardContext, UnrollCache
@@ -35,6 +34,7 @@ from mtptrain.drafts.base.beside import read_both
 from mtptrain.drafts.base.continuation import ParallelConfig, fuse_layer
 from mtptrain.drafts.base.step_rows import input_norm, leave_keys, states_of
 from mtptrain.drafts.base.supervision import per_document, tokens_ahead
+from mtptrain.layers.product import product
 from mtptrain.targets.base import Target
 from mtptrain.types import DraftBatch
 
@@ -195,7 +195,7 @@ class PEagle(Head):
         joined = _interleaved(true, self._masks(behind.flatten()), rows.lens, masks)
         states = self._run(joined, [ctx] * len(self.layers)).split(lens)
         last = torch.stack([x[-num_draft_tokens:] for x in states])
-        return F.linear(self.norm(last), self.head_rows())
+        return product(self.norm(last), self.head_rows())
 
     @torch.inference_mode()
     def propose(self, rows: TrueRows, num_draft_tokens: int, draw: Draw) -> Proposal:

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mtptrain.layers.product import has_onednn
+
 ROWS = 256  # the number of rows that the layout is chosen for
 
 
@@ -41,12 +43,5 @@ def pack_linears(module: nn.Module) -> None:
     for name, child in module.named_children():
         if type(child) is not nn.Linear:
             pack_linears(child)
-        elif _can_pack(child.weight):
+        elif has_onednn(child.weight):
             setattr(module, name, PackedLinear(child))
-
-
-def _can_pack(weight: Tensor) -> bool:
-    offered = torch.backends.mkldnn.is_available() and hasattr(
-        torch.ops.mkldnn, "_linear_pointwise"
-    )
-    return offered and weight.device.type == "cpu" and weight.dtype == torch.float32

@@ -10,9 +10,11 @@ scheduler reserves the pages that a sequence can need at most.
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Sequence
 from itertools import count
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -31,7 +33,7 @@ class KVPool:
         device: torch.device | str = "cpu",
     ) -> None:
         def layer(heads: int, dim: int) -> Tensor:
-            return torch.zeros(num_pages, heads, page_size, dim, dtype=dtype, device=device)
+            return _zeros((num_pages, heads, page_size, dim), dtype, torch.device(device))
 
         self.page_size = page_size
         self.keys = [layer(*shape) for shape in shapes]
@@ -43,6 +45,18 @@ class KVPool:
         size = self.page_size
         for pool in (*self.keys[:num_layers], *self.values[:num_layers]):
             pool[goal // size, :, goal % size] = pool[source // size, :, source % size]
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros. On a CPU the system clears each piece of memory when it is first touched, so the part of a pool
+    that no sequence needs costs nothing; torch.zeros would write all of it at the start."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    return (
+        torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8))
+        .view(dtype)
+        .view(shape)
+    )
 
 
 class PageBook:

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mtptrain.drafts.base import Draft, Proposal, TrueRows
+from mtptrain.layers.product import product
 from mtptrain.runtime.drawing import Drawing
 from mtptrain.runtime.tree import ROOT, Tree, TreeShape, best_first, best_nodes, static_nodes
 
@@ -62,7 +63,7 @@ def propose_tree(
 
 
 def _logits(draft: Draft, states: Tensor) -> Tensor:
-    return F.linear(draft.scored(states), draft.head_rows())
+    return product(draft.scored(states), draft.head_rows())
 
 
 def _best(draft: Draft, logits: Tensor, k: int) -> tuple[Tensor, Tensor]:

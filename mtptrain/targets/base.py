@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
@@ -24,9 +23,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 from mtptrain.attention_backends.base import ForwardContext, register
 from mtptrain.layers.gated_mlp import fuse_gated_mlps
 from mtptrain.layers.packed_linear import pack_linears
+from mtptrain.layers.product import product
 from mtptrain.types import UserError
 
-VOCABULARY_BLOCK = 1024  # columns of `lm_head` at a time: a block of logits stays in cache
+VOCABULARY_BLOCK = 4096  # columns of `lm_head` at a time: a block of logits stays in cache
 
 
 @dataclass(frozen=True)
@@ -169,14 +169,14 @@ class Target:
         return self.embedding(input_ids)
 
     def logits(self, final: Tensor) -> Tensor:  # [T, H] -> [T, V]
-        return F.linear(final, self.head_weight)
+        return product(final, self.head_weight)
 
     def greedy(self, final: Tensor) -> Tensor:
         """The best token of each row, [T, H] -> [T]; ties go to the lower id, logits are never whole."""
         best = final.new_full((len(final),), float("-inf"))
         token = torch.zeros(len(final), dtype=torch.long, device=final.device)
         for start in range(0, self.vocab_size, VOCABULARY_BLOCK):
-            block = F.linear(final, self.head_weight[start : start + VOCABULARY_BLOCK])
+            block = product(final, self.head_weight[start : start + VOCABULARY_BLOCK])
             value, index = block.max(-1)
             better = value > best
             best = torch.where(better, value, best)

@@ -12,11 +12,11 @@ from itertools import takewhile
 from typing import Any, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from mtptrain.attention_backends.base import AttentionBackend
 from mtptrain.drafts.base import Draft, Drawn, Pages, TrueRows
+from mtptrain.layers.product import product
 from mtptrain.types import Completion, DraftBatch, Request, VerifyPass
 
 HEAD_ROWS = 1024  # rows of draft logits at a time
@@ -46,7 +46,7 @@ def accepted_runs(
 
 def _best(draft: Draft, states: Tensor) -> Tensor:
     """Greedy target ids, [R, H] -> [R]."""
-    best = [F.linear(part, draft.head_rows()).argmax(-1) for part in states.split(HEAD_ROWS)]
+    best = [product(part, draft.head_rows()).argmax(-1) for part in states.split(HEAD_ROWS)]
     index = torch.cat(best) if best else torch.empty(0, dtype=torch.long)
     return index if draft.vocab is None else draft.vocab.to(index.device)[index]
 

@@ -15,7 +15,6 @@ from abc import abstractmethod
 from collections.abc import Iterator
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from mtptrain.attention_backends.base import AttentionBackend, ForwardContext, UnrollCache
@@ -31,6 +30,7 @@ from mtptrain.drafts.base.supervision import (
     rows_from_first,
     tokens_ahead,
 )
+from mtptrain.layers.product import product
 from mtptrain.targets.base import Target
 from mtptrain.types import DraftBatch
 
@@ -167,7 +167,7 @@ class AutoregressiveHead(Head):
                 starts, outputs = self._behind_waiting(rows, j, starts, outputs)
             outputs = self._run_rows(rows, j, ids, starts, outputs)
             states = self.scored(torch.stack([x[-1] for x in outputs]))
-            drawn.append(draw(F.linear(states, self.head_rows())))
+            drawn.append(draw(product(states, self.head_rows())))
             for sequence, token in zip(ids, self.target_ids(drawn[-1].token), strict=True):
                 sequence.append(token)
         chains = [x[len(y) :] for x, y in zip(ids, rows.token_ids, strict=True)]

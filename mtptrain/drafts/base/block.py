@@ -19,7 +19,6 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mtptrain.attention_backends.base import AttentionBackend, ForwardContext, UnrollCache
@@ -29,6 +28,7 @@ from mtptrain.drafts.base.proposal import Draw, Drawn, Proposal
 from mtptrain.drafts.base.rows import TrueRows
 from mtptrain.drafts.base.step_rows import input_norm, leave_keys, states_of
 from mtptrain.drafts.base.supervision import UnrollStep, answer_chain
+from mtptrain.layers.product import product
 from mtptrain.targets.base import Target
 from mtptrain.types import DraftBatch, UserError
 
@@ -168,7 +168,7 @@ class BlockHead(Head):
     def propose(self, rows: TrueRows, num_draft_tokens: int, draw: Draw) -> Proposal:
         states, newest = self.guess(rows, num_draft_tokens)
         drawn, said = list[Drawn](), [newest]
-        for logits in F.linear(states, self.frozen_rows()).unbind(1):
+        for logits in product(states, self.frozen_rows()).unbind(1):
             added = self.correction(said[-1])
             drawn.append(draw(logits if added is None else logits + added))
             said.append(torch.tensor(self.target_ids(drawn[-1].token), device=newest.device))

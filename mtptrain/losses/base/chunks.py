@@ -52,10 +52,11 @@ def compute(
     target_states [T, H]. labels [R] are draft-vocabulary ids, -1 outside it. row_weights [R]: zero
     drops the row unseen. head_weight [Vd, H] is frozen; its dtype is that of the GEMMs whatever
     autocast says, all else is fp32. A chunk holds chunk_rows * Vd logits twice, and once more for each
-    term beyond the first. `temperature` divides both logits. `step_rows` are the row counts of unrolled
-    steps concatenated along R (their total is R, else ValueError): every sum, and the means that a loss
-    asks for, are then per step, [S]. `origins` [R] are equal for the steps of one drafted chain; without
-    them every row is a chain of its own. `draft_head` [Vd, Hd] scores the draft's states in place of
+    term beyond the first; on a CPU it is smaller where that would be much. `temperature` divides both
+    logits. `step_rows` are the row counts of unrolled steps concatenated along R (their total is R, else
+    ValueError): every sum, and the means that a loss asks for, are then per step, [S]. `origins` [R] are equal
+    for the steps of one drafted chain; without them every row is a chain of its own. `draft_head` [Vd, Hd]
+    scores the draft's states in place of
     `head_weight`, and `beside` [Vd, r] what states of W = Hd + r hold beyond their first Hd entries; where either
     is trained, `backward` repeats the chunks' work. `confidence` [R] are logits of the draft's own guess of its
     acceptance, for losses that ask for it. `stands_for` [Vd]: where the head's rows are a sample of a larger

@@ -12,11 +12,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from mtptrain.layers.product import product
 from mtptrain.losses.base.formula import Block, Term, VocabLoss
 from mtptrain.losses.base.rows import Rows
 
 # Elements of a block: a thread's share stays in cache on CPU; elsewhere, launches stay cheap.
 _BLOCK_ELEMENTS_PER_THREAD, _BLOCK_ELEMENTS = 2**19, 2**26
+# Logits of a chunk on a CPU: glibc hands memory out again, already touched, only in pieces below 32 MiB.
+_CHUNK_BYTES = 24 * 2**20
 
 
 @dataclass(frozen=True)
@@ -36,23 +39,23 @@ class TwoHeads:
         beside = None if beside is None else beside.detach().to(weight.dtype)
         return cls(weight.detach(), own.detach().to(weight.dtype), beside, temperature)
 
-    def draft_logits(self, states: Tensor, buffer: Tensor) -> None:
-        """[C, W] to the first C rows of `buffer`, as `logits`."""
+    def target_logits(self, states: Tensor) -> Tensor:
+        """[C, H] to [C, Vd]; the temperature comes in `softmax`."""
+        return product(states.to(self.weight.dtype), self.weight)
+
+    def draft_logits(self, states: Tensor) -> Tensor:
+        """[C, W] to [C, Vd]."""
         hidden = self.draft_weight.shape[1]
-        out = self.logits(self.draft_weight, states[:, :hidden], buffer)
-        if self.beside is not None:
-            out.addmm_(states[:, hidden:].to(out.dtype), self.beside.T)
+        states = states.to(self.weight.dtype)
+        out = product(states[:, :hidden], self.draft_weight)
+        return out if self.beside is None else out.addmm_(states[:, hidden:], self.beside.T)
 
     def back(self, grad_logits: Tensor, grads: Tensor) -> None:
         """[C, Vd] back to the states' gradients, into `grads` [C, W]."""
         hidden = self.draft_weight.shape[1]
-        grads[:, :hidden] = grad_logits @ self.draft_weight
+        grads[:, :hidden] = product(grad_logits, self.draft_weight.T)
         if self.beside is not None:
             grads[:, hidden:] = grad_logits @ self.beside
-
-    def logits(self, weight: Tensor, states: Tensor, buffer: Tensor) -> Tensor:
-        """[C, H] to the first C rows of `buffer` [>= C, Vd]; the temperature comes in `softmax`."""
-        return torch.mm(states.to(weight.dtype), weight.T, out=buffer[: len(states)])
 
     def softmax(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """Softmax and its logarithm, fp32, one exp for both; may overwrite the logits."""
@@ -117,6 +120,7 @@ def walk(work: Work, needs_grads: bool) -> Found:
         if needs_grads:
             for grads, of_term in zip(found.at(part).grads, grad_logits, strict=True):
                 work.head.back(of_term, grads)
+        del grad_logits
     if work.head.temperature != 1.0:
         found.grads.div_(work.head.temperature)
     return found
@@ -131,45 +135,40 @@ def own_head_grad(work: Work, factors: Tensor, columns: slice) -> Tensor:
     for part, grad_logits in _chunks(work, work.nothing_found(0)):
         states = read[work.rows.kept[part]]
         for factor, of_term in zip(factors[:, part], grad_logits, strict=True):
-            total += of_term.T @ (factor.unsqueeze(1) * states).to(of_term.dtype)
+            total += product(of_term.T, (factor.unsqueeze(1) * states).to(of_term.dtype).T)
+        del grad_logits
     return total.div_(work.head.temperature)
 
 
-def _chunks(work: Work, found: Found) -> Iterator[tuple[slice, Tensor]]:
-    """Each chunk of the kept rows and the gradients of its terms in the draft's logits, [N, C, Vd], before the
-    temperature; fills in the rows' values. Buffers are allocated once: a chunk is gone when the next comes."""
-    rows, head = work.rows, work.head
-    terms, kept = len(found.losses), len(rows.kept) if work.losses else 0
-    high = min(work.chunk_rows, kept)
-    target_buffer = head.weight.new_empty(high, len(head.weight))
-    term_buffers = head.weight.new_empty(max(terms, 1), high, len(head.weight))
-    for part in _slices(kept, work.chunk_rows):
-        index = rows.kept[part]
-        once, back = rows.targets[part].unique_consecutive(return_inverse=True)
-        head.logits(head.weight, work.target_states[once], target_buffer)
-        head.draft_logits(work.draft_states[index], term_buffers[0])
-        buffers = term_buffers[:, : len(index)]
-        _chunk(work, target_buffer, back, work.labels[index], buffers, found.at(part))
-        yield part, buffers[:terms]
+def _chunks(work: Work, found: Found) -> Iterator[tuple[slice, Sequence[Tensor]]]:
+    """Each chunk of the kept rows and the gradients of its terms in the draft's logits, [C, Vd] each, before the
+    temperature; fills in the rows' values. A chunk should be let go before the next is asked for."""
+    kept = len(work.rows.kept) if work.losses else 0
+    for part in _slices(kept, _chunk_rows(work)):
+        yield part, _chunk(work, part, found.at(part))
 
 
-def _chunk(
-    work: Work,
-    target_logits: Tensor,
-    back: Tensor,
-    labels: Tensor,
-    term_buffers: Tensor,
-    found: Found,
-) -> None:
-    """Draft logits, in the first of `term_buffers` [N, C, Vd], become the gradients of all terms.
+def _chunk_rows(work: Work) -> int:
+    if work.head.weight.device.type != "cpu":
+        return work.chunk_rows
+    return max(1, min(work.chunk_rows, _CHUNK_BYTES // work.head.weight[:, 0].nbytes))
 
-    back [C] are rows of target_logits.
-    """
-    for cut in _slices(len(back), _block_rows(work.head.weight)):
-        block = _compare(work.head, target_logits, back[cut], term_buffers[0, cut], labels[cut])
+
+def _chunk(work: Work, part: slice, found: Found) -> list[Tensor]:
+    """The draft's logits become the gradients of the first term, block by block."""
+    head, index = work.head, work.rows.kept[part]
+    once, back = work.rows.targets[part].unique_consecutive(return_inverse=True)
+    target_logits = head.target_logits(work.target_states[once])
+    draft_logits = head.draft_logits(work.draft_states[index])
+    grads = [draft_logits, *(torch.empty_like(draft_logits) for _ in found.losses[1:])]
+    grads = grads[: len(found.losses)]  # a loss may look at the vocabulary for its counts alone
+    labels = work.labels[index]
+    for cut in _slices(len(back), _block_rows(head.weight)):
+        block = _compare(head, target_logits, back[cut], draft_logits[cut], labels[cut])
         terms = [term for loss in work.losses for term in loss.terms(block)]
         accepted = _acceptance(block, work.stands_for)
-        _fill(terms, block, accepted, term_buffers[: len(terms), cut], found.at(cut))
+        _fill(terms, block, accepted, [of_term[cut] for of_term in grads], found.at(cut))
+    return grads
 
 
 def _compare(
@@ -197,11 +196,11 @@ def _acceptance(block: Block, stands_for: Tensor | None) -> Tensor:  # [C]
 
 
 def _fill(
-    terms: Sequence[Term], block: Block, accepted: Tensor, term_buffers: Tensor, found: Found
+    terms: Sequence[Term], block: Block, accepted: Tensor, buffers: Sequence[Tensor], found: Found
 ) -> None:
     """Keeps a block's results; only now, for its log_q may lie in the first of the buffers."""
     found.acceptance.copy_(accepted)
     found.agreement.copy_(block.agreement)
-    for losses, grads, term in zip(found.losses, term_buffers, terms, strict=True):
+    for losses, grads, term in zip(found.losses, buffers, terms, strict=True):
         losses.copy_(term.loss)
         grads.copy_(term.grad)
